@@ -1,0 +1,44 @@
+# The two commands that matter: `make demo` (a real batch job) and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flexrun
+
+.PHONY: venv demo test lint bench gpu-check clean helm-venv test-helm
+
+venv: $(STAMP)
+
+# torch first and pinned: an unpinned torch brings gigabytes of CUDA libraries.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt "torch==2.13.0"
+	$(PIP) install -q -c constraints.txt -e ".[test,plots]"
+	@touch $(STAMP)
+
+demo: venv
+	$(BIN)/python examples/fetch_demo_model.py
+	$(BIN)/python -m flexrun batch -m "$(CACHE)/models/SmolLM2-135M-Instruct.Q4_1.gguf" \
+		-i examples/demo.jsonl -o demo-output.jsonl --overwrite
+	$(BIN)/python examples/show_results.py examples/demo.jsonl demo-output.jsonl
+
+test: venv
+	$(BIN)/python -m pytest tests
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: venv
+	$(BIN)/python experiments/side_by_side.py
+
+# Runs under the interpreter named by PYTHON and installs nothing.
+gpu-check:
+	$(PYTHON) experiments/gpu_check.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Planning on paper: hardware, footprints, schedule, cost model, LP, search, simulator. No torch."""
