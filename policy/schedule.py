@@ -1,0 +1,536 @@
+"""The one statement of the order of work: a pure generator of operations for passes over a block.
+
+Zig-zag order (FlexGen, section 3.2): all gpu batches of a unit before the next unit, so that one read of
+the weights serves the whole block. The executor runs these operations, the simulator times them; neither
+adds a dependency of its own.
+
+Each operation names its lane (a resource that works on its own, in submission order), the ring slot it
+fills or uses, and the ids of the earlier operations that it waits for. A slot is filled only after the last
+operation that used its former content; that operation is always among `waits`, so no buffer is overwritten
+too early, whatever the lanes' speeds.
+
+Prefetch: the load of a streamed unit is emitted as soon as the ring slot it needs has been released by an
+operation already emitted, so the slowest lane is never idle while there is room in the rings. A unit's
+weights are read in as many pieces as the pass has gpu batches when cache or hidden states travel on the
+same lane: a batch's small cache read then never queues behind a whole unit. Weights run on across passes:
+the first units of the next pass are loaded while this one ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+from policy.tiers import Tier
+
+
+class Lane(StrEnum):
+    """Resources that work at the same time."""
+
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+    UPLOAD = "upload"
+    DOWNLOAD = "download"
+    COMPUTE = "compute"
+    CPU_ATTENTION = "cpu_attention"
+
+
+class OpKind(StrEnum):
+    READ_WEIGHTS = "read_weights"  # disk -> weights_staging (three tiers) or weights ring (two tiers)
+    UPLOAD_WEIGHTS = "upload_weights"  # cpu home or weights_staging -> weights ring
+    READ_CACHE = "read_cache"  # disk pages of (unit, batch) -> cache_staging or cache ring
+    UPLOAD_CACHE = "upload_cache"  # cpu pages, staged pages and cpu tails -> cache ring
+    READ_HIDDEN = "read_hidden"
+    UPLOAD_HIDDEN = "upload_hidden"
+    COMPUTE = "compute"
+    PROJECT = "project"  # CPU attention: queries, keys and values on the device ...
+    DOWNLOAD_QKV = "download_qkv"
+    CPU_ATTENTION = "cpu_attention"  # ... attention where the pages are ...
+    UPLOAD_ATTENDED = "upload_attended"
+    FINISH = "finish"  # ... output projection on the device
+    DOWNLOAD_CACHE = "download_cache"  # new K and V, full pages already packed -> cpu
+    WRITE_CACHE = "write_cache"  # full pages whose home is disk
+    DOWNLOAD_HIDDEN = "download_hidden"
+    WRITE_HIDDEN = "write_hidden"
+
+
+LANE_OF: dict[OpKind, Lane] = {
+    OpKind.READ_WEIGHTS: Lane.DISK_READ,
+    OpKind.READ_CACHE: Lane.DISK_READ,
+    OpKind.READ_HIDDEN: Lane.DISK_READ,
+    OpKind.UPLOAD_WEIGHTS: Lane.UPLOAD,
+    OpKind.UPLOAD_CACHE: Lane.UPLOAD,
+    OpKind.UPLOAD_HIDDEN: Lane.UPLOAD,
+    OpKind.UPLOAD_ATTENDED: Lane.UPLOAD,
+    OpKind.COMPUTE: Lane.COMPUTE,
+    OpKind.PROJECT: Lane.COMPUTE,
+    OpKind.FINISH: Lane.COMPUTE,
+    OpKind.CPU_ATTENTION: Lane.CPU_ATTENTION,
+    OpKind.DOWNLOAD_QKV: Lane.DOWNLOAD,
+    OpKind.DOWNLOAD_CACHE: Lane.DOWNLOAD,
+    OpKind.DOWNLOAD_HIDDEN: Lane.DOWNLOAD,
+    OpKind.WRITE_CACHE: Lane.DISK_WRITE,
+    OpKind.WRITE_HIDDEN: Lane.DISK_WRITE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. slot: index in the ring the operation fills (loads) or reads (computes), -1 if none.
+
+    staging_slot: the cpu staging slot that an upload or CPU attention reads, -1 if none.
+    piece of n_pieces: which equal share of the unit's bytes a READ_WEIGHTS moves.
+    """
+
+    id: int
+    kind: OpKind
+    lane: Lane
+    unit: int
+    batch: int
+    slot: int
+    waits: tuple[int, ...]
+    pass_index: int
+    staging_slot: int = -1
+    cache_slot: int = -1
+    hidden_slot: int = -1
+    piece: int = 0
+    n_pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """What the schedule must know of a unit: its home, and whether it has a KV cache.
+
+    local: the unit is computed on the device before or after hidden states exist there as a whole
+    (embedding, final norm, head slices): it neither loads nor stores hidden states from their home.
+    """
+
+    home: Tier
+    has_cache: bool = False
+    loads_hidden: bool = True
+    stores_hidden: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """What one gpu batch brings to one pass.
+
+    reads_disk: some of its filled pages are on disk; reads_cpu: with three tiers, some pages or its tails
+    are in cpu memory; stores_cpu: with three tiers, it has new K/V whose home is cpu or disk;
+    writes_disk: it fills pages whose home is disk; hidden_home: where its hidden states rest between units.
+    """
+
+    reads_disk: bool = False
+    reads_cpu: bool = False
+    stores_cpu: bool = False
+    writes_disk: bool = False
+    cpu_attention: bool = False
+    hidden_home: Tier = Tier.CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depths:
+    """Slots per ring. Two is double buffering; more lets a lane run further ahead."""
+
+    weights: int = 2
+    weights_staging: int = 2
+    cache: int = 2
+    cache_staging: int = 2
+    hidden: int = 3
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"ring depth {name} must be at least 1, got {getattr(self, name)}")
+
+
+class _Ring:
+    """Hands out slots in turn and remembers which operations last used each one."""
+
+    def __init__(self, depth: int) -> None:
+        self._users: list[tuple[int, ...]] = [() for _ in range(depth)]
+        self._next = 0
+
+    def take(self) -> tuple[int, tuple[int, ...]]:
+        """The next slot and the operations that must finish before it is filled."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._users)
+        return slot, self._users[slot]
+
+    def users(self, slot: int) -> tuple[int, ...]:
+        return self._users[slot]
+
+    def used(self, slot: int, *ids: int) -> None:
+        self._users[slot] = ids
+
+
+@dataclass(slots=True)
+class _WeightLoad:
+    """A streamed unit on its way: pieces not yet emitted, and what its first compute will wait for."""
+
+    unit: int
+    slot: int
+    slot_waits: tuple[int, ...]
+    staging_slot: int
+    staging_waits: tuple[int, ...] = ()
+    next_piece: int = 0
+    reads: tuple[int, ...] = ()
+    ready: tuple[int, ...] = ()
+
+
+class ZigZag:
+    """Generates the operations of successive passes; ids, rings and prefetch run on from pass to pass.
+
+    first_tier is the tier the compute device works on: Tier.GPU with three tiers, Tier.CPU with two.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitPlan],
+        *,
+        first_tier: Tier,
+        depths: Depths | None = None,
+        overlap: bool = True,
+    ) -> None:
+        if first_tier is Tier.DISK:
+            raise ValueError("the first tier must be gpu or cpu, got disk")
+        for index, unit in enumerate(units):
+            if unit.home < first_tier:
+                raise ValueError(f"unit {index} is at home on {unit.home.label}, which this device lacks")
+        self.units = tuple(units)
+        self.first_tier = first_tier
+        self.overlap = overlap
+        depths = depths or Depths()
+        self._streamed = [i for i, unit in enumerate(self.units) if unit.home > first_tier]
+        # More slots than streamed units would only hold the same unit twice.
+        n_slots = max(1, min(depths.weights, len(self._streamed)))
+        n_disk = sum(unit.home is Tier.DISK for unit in self.units)
+        self._weights = _Ring(n_slots)
+        self._staging = _Ring(max(1, min(depths.weights_staging, n_disk)))
+        self._cache = _Ring(depths.cache)
+        self._cache_staging = _Ring(depths.cache_staging)
+        self._hidden = _Ring(depths.hidden)
+        self._cache_depth = depths.cache
+        self._hidden_ahead = max(1, depths.hidden - 1)
+        self._free_weight_slots = n_slots
+        self._coming: deque[_WeightLoad] = deque()
+        self._next_streamed = 0  # position in the endless cycle of streamed units
+        self._next_id = 0
+        self._last_id = -1
+        self._pass_index = -1
+        self._last_compute = -1
+        self._last_cache_store: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._last_hidden_store: dict[int, tuple[int, ...]] = {}
+
+    # -- emission ------------------------------------------------------------------------------------
+
+    def _op(self, kind: OpKind, unit: int, batch: int, slot: int, waits: Iterable[int], **more: int) -> Op:
+        wanted = set(waits)
+        if not self.overlap and self._last_id >= 0:
+            wanted.add(self._last_id)
+        op = Op(
+            self._next_id,
+            kind,
+            LANE_OF[kind],
+            unit,
+            batch,
+            slot,
+            tuple(sorted(wanted)),
+            self._pass_index,
+            **more,
+        )
+        self._last_id = op.id
+        self._next_id += 1
+        return op
+
+    def _start_loads(self) -> None:
+        """Assign free weight slots to the next streamed units of the endless cycle."""
+        while self._streamed and self._free_weight_slots:
+            unit = self._streamed[self._next_streamed % len(self._streamed)]
+            self._next_streamed += 1
+            self._free_weight_slots -= 1
+            slot, waits = self._weights.take()
+            staging_slot = -1
+            if self.first_tier is Tier.GPU and self.units[unit].home is Tier.DISK:
+                staging_slot = self._staging.take()[0]
+            self._coming.append(_WeightLoad(unit, slot, waits, staging_slot))
+
+    def _emit_piece(self, load: _WeightLoad, n_pieces: int) -> Iterator[Op]:
+        """Emit the next piece of a unit's load; with the last piece the unit is ready."""
+        home = self.units[load.unit].home
+        if home is Tier.DISK:
+            waits = load.staging_waits if load.staging_slot >= 0 else load.slot_waits
+            read = self._op(
+                OpKind.READ_WEIGHTS,
+                load.unit,
+                -1,
+                load.staging_slot if load.staging_slot >= 0 else load.slot,
+                waits,
+                piece=load.next_piece,
+                n_pieces=n_pieces,
+            )
+            yield read
+            load.reads += (read.id,)
+            load.next_piece += 1
+            if load.next_piece < n_pieces:
+                return
+            load.ready = load.reads
+        if self.first_tier is Tier.GPU:
+            upload = self._op(
+                OpKind.UPLOAD_WEIGHTS,
+                load.unit,
+                -1,
+                load.slot,
+                (*load.slot_waits, *load.reads),
+                staging_slot=load.staging_slot,
+            )
+            yield upload
+            load.ready = (upload.id,)
+            if load.staging_slot >= 0:
+                self._staging.used(load.staging_slot, upload.id)
+
+    def _advance_loads(self, n_pieces: int, *, until: int | None = None) -> Iterator[Op]:
+        """Emit one piece of the first unfinished load, or all pieces up to the load of unit `until`."""
+        for load in self._coming:
+            while not load.ready:
+                # Another load may share the staging slot; its users are known only once it was emitted.
+                if load.staging_slot >= 0 and load.next_piece == 0:
+                    load.staging_waits = self._staging.users(load.staging_slot)
+                yield from self._emit_piece(load, n_pieces)
+                if until is None:
+                    return
+            if load.unit == until:
+                return
+
+    # -- one pass ------------------------------------------------------------------------------------
+
+    def pass_ops(self, batches: Sequence[BatchPlan], *, last: bool = False) -> Iterator[Op]:
+        """Operations of one pass over `batches`. With last=True nothing is prefetched for a further pass.
+
+        The iterator must be exhausted before the next pass is asked for.
+        """
+        self._pass_index += 1
+        n_batches = len(batches)
+        steps = [(u, j) for u in range(len(self.units)) for j in range(n_batches)]
+        cache_steps = [(u, j) for u, j in steps if self.units[u].has_cache and self._loads_cache(batches[j])]
+        hidden_steps = [
+            (u, j) for u, j in steps if self.units[u].loads_hidden and self._moves_hidden(batches, j)
+        ]
+        shared = bool(cache_steps or hidden_steps)
+        n_pieces = n_batches if shared else 1
+        streamed_left = len(self._streamed)
+        cache_ready: dict[tuple[int, int], Op] = {}
+        hidden_ready: dict[tuple[int, int], Op] = {}
+        cache_queue, hidden_queue = deque(cache_steps), deque(hidden_steps)
+        unit_load: _WeightLoad | None = None
+        computes: tuple[int, ...] = ()
+
+        self._start_loads()
+        for _ in range(self._cache_depth):
+            yield from self._next_cache_load(cache_queue, batches, cache_ready)
+        for u, j in steps:
+            unit, batch = self.units[u], batches[j]
+            if j == 0:
+                computes = ()
+                unit_load = None
+                if unit.home > self.first_tier:
+                    yield from self._advance_loads(n_pieces, until=u)
+                    unit_load = self._coming.popleft()
+                    streamed_left -= 1
+            elif self._coming:
+                yield from self._advance_loads(n_pieces)
+            if not shared:
+                # Nothing else uses the loading lanes: all loads that have a slot may be queued at once.
+                for _ in range(len(self._coming)):
+                    yield from self._advance_loads(1)
+            # Hidden states of the steps just ahead; a state is stored one unit before it is loaded again.
+            while hidden_queue and self._is_near(hidden_queue[0], (u, j), steps, n_batches):
+                yield from self._hidden_load(hidden_queue.popleft(), batches, hidden_ready)
+            waits: list[int] = list(unit_load.ready) if unit_load else []
+            slot = unit_load.slot if unit_load else -1
+            cache_op = cache_ready.pop((u, j), None)
+            hidden_op = hidden_ready.pop((u, j), None)
+            yield from self._compute(u, j, batch, batches, slot, waits, cache_op, hidden_op)
+            finish = self._last_compute
+            computes += (finish,)
+            if cache_op is not None:
+                yield from self._next_cache_load(cache_queue, batches, cache_ready)
+            if j == n_batches - 1 and unit_load is not None:
+                self._weights.used(unit_load.slot, *computes)
+                self._free_weight_slots += 1
+                if not last or streamed_left > len(self._coming):
+                    self._start_loads()
+
+    def _loads_cache(self, batch: BatchPlan) -> bool:
+        return batch.reads_disk or (
+            self.first_tier is Tier.GPU and batch.reads_cpu and not batch.cpu_attention
+        )
+
+    def _moves_hidden(self, batches: Sequence[BatchPlan], j: int) -> bool:
+        # A lone gpu batch never leaves the device: nothing else needs the memory in between.
+        return len(batches) > 1 and batches[j].hidden_home > self.first_tier
+
+    @staticmethod
+    def _is_near(
+        step: tuple[int, int], now: tuple[int, int], steps: Sequence[tuple[int, int]], n_batches: int
+    ) -> bool:
+        """Whether `step` is at most one step ahead of `now` in the order of the pass."""
+        return step[0] * n_batches + step[1] <= now[0] * n_batches + now[1] + 1
+
+    def _next_cache_load(
+        self, queue: deque[tuple[int, int]], batches: Sequence[BatchPlan], ready: dict[tuple[int, int], Op]
+    ) -> Iterator[Op]:
+        if not queue:
+            return
+        u, j = queue.popleft()
+        batch = batches[j]
+        stored = self._last_cache_store.get((u, j), ())
+        three = self.first_tier is Tier.GPU
+        staging_slot, op = -1, None
+        if batch.reads_disk:
+            ring = self._cache_staging if three else self._cache
+            slot, waits = ring.take()
+            op = self._op(OpKind.READ_CACHE, u, j, slot, (*waits, *stored))
+            yield op
+            staging_slot = slot if three else -1
+            if three:
+                self._cache_staging.used(slot, op.id)
+        if three and not batch.cpu_attention:
+            slot, waits = self._cache.take()
+            op = self._op(
+                OpKind.UPLOAD_CACHE,
+                u,
+                j,
+                slot,
+                (*waits, *stored, *((op.id,) if op else ())),
+                staging_slot=staging_slot,
+            )
+            yield op
+            if staging_slot >= 0:
+                self._cache_staging.used(staging_slot, op.id)
+        assert op is not None
+        ready[u, j] = op
+
+    def _hidden_load(
+        self, step: tuple[int, int], batches: Sequence[BatchPlan], ready: dict[tuple[int, int], Op]
+    ) -> Iterator[Op]:
+        u, j = step
+        slot, waits = self._hidden.take()
+        stored = self._last_hidden_store.get(j, ())
+        before: tuple[int, ...] = ()
+        if batches[j].hidden_home is Tier.DISK:
+            read = self._op(OpKind.READ_HIDDEN, u, j, slot, (*waits, *stored))
+            yield read
+            before = (read.id,)
+            ready[step] = read
+        if self.first_tier is Tier.GPU:
+            upload = self._op(OpKind.UPLOAD_HIDDEN, u, j, slot, (*waits, *stored, *before))
+            yield upload
+            ready[step] = upload
+        self._hidden.used(slot, ready[step].id)
+
+    def _compute(
+        self,
+        u: int,
+        j: int,
+        batch: BatchPlan,
+        batches: Sequence[BatchPlan],
+        slot: int,
+        waits: list[int],
+        cache_op: Op | None,
+        hidden_op: Op | None,
+    ) -> Iterator[Op]:
+        """The computation of one (unit, batch) and the stores behind it; sets self._last_compute."""
+        unit = self.units[u]
+        cache_slot = cache_op.slot if cache_op else -1
+        cache_waits = (cache_op.id,) if cache_op else ()
+        stores_hidden = unit.stores_hidden and self._moves_hidden(batches, j)
+        if hidden_op is not None:
+            hidden_slot = hidden_op.slot
+            hidden_waits: tuple[int, ...] = (hidden_op.id,)
+        elif stores_hidden:
+            hidden_slot, hidden_waits = self._hidden.take()
+        else:
+            hidden_slot = -1
+            hidden_waits = ()
+        if unit.has_cache and batch.cpu_attention:
+            project = self._op(OpKind.PROJECT, u, j, slot, (*waits, *hidden_waits), hidden_slot=hidden_slot)
+            yield project
+            before = project
+            if self.first_tier is Tier.GPU:
+                before = self._op(OpKind.DOWNLOAD_QKV, u, j, -1, (project.id,))
+                yield before
+            # Pages of a CPU-attention batch are appended in cpu memory by the attention itself.
+            attend = self._op(
+                OpKind.CPU_ATTENTION, u, j, -1, (before.id, *cache_waits), cache_slot=cache_slot
+            )
+            yield attend
+            before = attend
+            if self.first_tier is Tier.GPU:
+                before = self._op(OpKind.UPLOAD_ATTENDED, u, j, -1, (attend.id,))
+                yield before
+            compute = self._op(OpKind.FINISH, u, j, slot, (before.id,), hidden_slot=hidden_slot)
+            yield compute
+            cache_user = attend
+            if cache_op is not None:
+                ring = self._cache_staging if self.first_tier is Tier.GPU else self._cache
+                ring.used(cache_slot, attend.id)
+        else:
+            compute = self._op(
+                OpKind.COMPUTE,
+                u,
+                j,
+                slot,
+                (*waits, *cache_waits, *hidden_waits),
+                cache_slot=cache_slot,
+                hidden_slot=hidden_slot,
+            )
+            yield compute
+            cache_user = compute
+            if cache_op is not None:
+                self._cache.used(cache_slot, compute.id)
+        self._last_compute = compute.id
+        if unit.has_cache:
+            store = cache_user
+            stored: tuple[int, ...] = (store.id,)
+            if self.first_tier is Tier.GPU and batch.stores_cpu and not batch.cpu_attention:
+                store = self._op(OpKind.DOWNLOAD_CACHE, u, j, -1, (store.id,))
+                yield store
+                stored = (store.id,)
+            if batch.writes_disk:
+                store = self._op(OpKind.WRITE_CACHE, u, j, -1, (store.id,))
+                yield store
+                stored = (store.id,)
+            self._last_cache_store[u, j] = stored
+        if stores_hidden:
+            before_id = compute.id
+            if self.first_tier is Tier.GPU:
+                down = self._op(OpKind.DOWNLOAD_HIDDEN, u, j, -1, (before_id,), hidden_slot=hidden_slot)
+                yield down
+                before_id = down.id
+            if batch.hidden_home is Tier.DISK:
+                write = self._op(OpKind.WRITE_HIDDEN, u, j, -1, (before_id,), hidden_slot=hidden_slot)
+                yield write
+                before_id = write.id
+            self._last_hidden_store[j] = (before_id,)
+            self._hidden.used(hidden_slot, before_id)
+        elif hidden_slot >= 0:
+            self._hidden.used(hidden_slot, compute.id)
+
+
+def schedule(
+    units: Sequence[UnitPlan],
+    passes: Sequence[Sequence[BatchPlan]],
+    *,
+    first_tier: Tier,
+    depths: Depths | None = None,
+    overlap: bool = True,
+) -> Iterator[Op]:
+    """Operations of a whole run of passes, in submission order."""
+    zigzag = ZigZag(units, first_tier=first_tier, depths=depths, overlap=overlap)
+    for batches, following in pairwise([*passes, None]):
+        if batches is not None:
+            yield from zigzag.pass_ops(batches, last=following is None)
