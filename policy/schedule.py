@@ -340,7 +340,7 @@ class ZigZag:
                     yield from self._advance_loads(n_pieces, until=u)
                     unit_load = self._coming.popleft()
                     streamed_left -= 1
-            elif self._coming:
+            if self._coming:
                 yield from self._advance_loads(n_pieces)
             if not shared:
                 # Nothing else uses the loading lanes: all loads that have a slot may be queued at once.
