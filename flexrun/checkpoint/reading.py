@@ -120,7 +120,7 @@ def _read_bytes(info: TensorInfo, out: torch.Tensor, begin: int) -> None:
     nbytes = out.numel()
     if nbytes == 0:
         return
-    view = memoryview(out.numpy())
+    view = out.numpy().data
     position = info.offset_bytes + begin
     with open_data_file(info.file) as handle:
         fd = handle.fileno()

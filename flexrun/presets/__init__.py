@@ -1,6 +1,6 @@
 """Configurations of well-known models, so that planning and dummy-weight runs need no download.
 
-flexrun/presets/FAMILY.json holds {"defaults": {...}, "models": {name: {...}}}: a model's configuration
+FAMILY.json beside this module holds {"defaults": {...}, "models": {name: {...}}}: a model's configuration
 is the defaults updated by its own fields, in the spelling of config.json. ``dtype`` is the type in
 which the published weights are stored.
 """
@@ -18,7 +18,7 @@ from typing import Any
 def _all() -> dict[str, str]:
     """Name -> configuration as JSON text (text, so that no caller can change another's copy)."""
     models: dict[str, str] = {}
-    folder = resources.files("flexrun") / "presets"
+    folder = resources.files(__name__)
     for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if not file.name.endswith(".json"):
             continue
