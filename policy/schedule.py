@@ -81,6 +81,8 @@ LANE_OF: dict[OpKind, Lane] = {
 class Op:
     """One operation. slot: index in the ring the operation fills (loads) or reads (computes), -1 if none.
 
+    cache_slot, hidden_slot: ring slots holding the batch's KV pages and hidden states, out_slot: the one that
+    takes new KV pages which leave the device; -1 if none.
     staging_slot: the cpu staging slot that an upload or CPU attention reads, -1 if none.
     piece of n_pieces: which equal share of the unit's bytes a READ_WEIGHTS moves.
     """
@@ -95,6 +97,7 @@ class Op:
     pass_index: int
     staging_slot: int = -1
     cache_slot: int = -1
+    out_slot: int = -1
     hidden_slot: int = -1
     piece: int = 0
     n_pieces: int = 1
@@ -139,12 +142,15 @@ class Depths:
     weights_staging: int = 2
     cache: int = 2
     cache_staging: int = 2
+    cache_out: int = 2
     hidden: int = 3
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"ring depth {name} must be at least 1, got {getattr(self, name)}")
+            # Hidden states: one slot computing, one loading, one held by a deferred output projection.
+            least = 3 if name == "hidden" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"ring depth {name} must be at least {least}, got {getattr(self, name)}")
 
 
 class _Ring:
@@ -212,6 +218,7 @@ class ZigZag:
         self._staging = _Ring(max(1, min(depths.weights_staging, n_disk)))
         self._cache = _Ring(depths.cache)
         self._cache_staging = _Ring(depths.cache_staging)
+        self._cache_out = _Ring(depths.cache_out)
         self._hidden = _Ring(depths.hidden)
         self._cache_depth = depths.cache
         self._hidden_ahead = max(1, depths.hidden - 1)
@@ -221,7 +228,8 @@ class ZigZag:
         self._next_id = 0
         self._last_id = -1
         self._pass_index = -1
-        self._last_compute = -1
+        self._computes: list[int] = []
+        self._unfinished: deque[tuple[int, int, int, Op]] = deque()
         self._last_cache_store: dict[tuple[int, int], tuple[int, ...]] = {}
         self._last_hidden_store: dict[int, tuple[int, ...]] = {}
 
@@ -326,15 +334,14 @@ class ZigZag:
         hidden_ready: dict[tuple[int, int], Op] = {}
         cache_queue, hidden_queue = deque(cache_steps), deque(hidden_steps)
         unit_load: _WeightLoad | None = None
-        computes: tuple[int, ...] = ()
 
         self._start_loads()
         for _ in range(self._cache_depth):
             yield from self._next_cache_load(cache_queue, batches, cache_ready)
         for u, j in steps:
-            unit, batch = self.units[u], batches[j]
+            unit = self.units[u]
             if j == 0:
-                computes = ()
+                self._computes = []
                 unit_load = None
                 if unit.home > self.first_tier:
                     yield from self._advance_loads(n_pieces, until=u)
@@ -353,13 +360,13 @@ class ZigZag:
             slot = unit_load.slot if unit_load else -1
             cache_op = cache_ready.pop((u, j), None)
             hidden_op = hidden_ready.pop((u, j), None)
-            yield from self._compute(u, j, batch, batches, slot, waits, cache_op, hidden_op)
-            finish = self._last_compute
-            computes += (finish,)
+            yield from self._compute(u, j, batches, slot, waits, cache_op, hidden_op)
+            last_batch = j == n_batches - 1
+            yield from self._finish(u, batches, keep=0 if last_batch else 1)
             if cache_op is not None:
                 yield from self._next_cache_load(cache_queue, batches, cache_ready)
-            if j == n_batches - 1 and unit_load is not None:
-                self._weights.used(unit_load.slot, *computes)
+            if last_batch and unit_load is not None:
+                self._weights.used(unit_load.slot, *self._computes)
                 self._free_weight_slots += 1
                 if not last or streamed_left > len(self._coming):
                     self._start_loads()
@@ -436,89 +443,110 @@ class ZigZag:
         self,
         u: int,
         j: int,
-        batch: BatchPlan,
         batches: Sequence[BatchPlan],
         slot: int,
-        waits: list[int],
+        waits: Sequence[int],
         cache_op: Op | None,
         hidden_op: Op | None,
     ) -> Iterator[Op]:
-        """The computation of one (unit, batch) and the stores behind it; sets self._last_compute."""
-        unit = self.units[u]
+        """The computation of one (unit, batch) and the stores behind it.
+
+        A CPU-attention batch is projected here and left in self._unfinished: its output projection is
+        emitted one step later, so that the device has other work while the CPU attends.
+        """
+        unit, batch = self.units[u], batches[j]
+        three = self.first_tier is Tier.GPU
         cache_slot = cache_op.slot if cache_op else -1
         cache_waits = (cache_op.id,) if cache_op else ()
         stores_hidden = unit.stores_hidden and self._moves_hidden(batches, j)
+        hidden_slot = -1
+        hidden_waits: tuple[int, ...] = ()
         if hidden_op is not None:
-            hidden_slot = hidden_op.slot
-            hidden_waits: tuple[int, ...] = (hidden_op.id,)
+            hidden_slot, hidden_waits = hidden_op.slot, (hidden_op.id,)
         elif stores_hidden:
             hidden_slot, hidden_waits = self._hidden.take()
-        else:
-            hidden_slot = -1
-            hidden_waits = ()
+        # New pages that leave the device wait in a ring: slow stores hold the compute back, not memory.
+        out_slot = -1
+        out_waits: tuple[int, ...] = ()
+        if unit.has_cache and (batch.writes_disk or (three and batch.stores_cpu)):
+            out_slot, out_waits = self._cache_out.take()
         if unit.has_cache and batch.cpu_attention:
-            project = self._op(OpKind.PROJECT, u, j, slot, (*waits, *hidden_waits), hidden_slot=hidden_slot)
-            yield project
-            before = project
-            if self.first_tier is Tier.GPU:
-                before = self._op(OpKind.DOWNLOAD_QKV, u, j, -1, (project.id,))
-                yield before
+            op = self._op(OpKind.PROJECT, u, j, slot, (*waits, *hidden_waits), hidden_slot=hidden_slot)
+            yield op
+            if three:
+                op = self._op(OpKind.DOWNLOAD_QKV, u, j, -1, (op.id,))
+                yield op
             # Pages of a CPU-attention batch are appended in cpu memory by the attention itself.
-            attend = self._op(
-                OpKind.CPU_ATTENTION, u, j, -1, (before.id, *cache_waits), cache_slot=cache_slot
-            )
-            yield attend
-            before = attend
-            if self.first_tier is Tier.GPU:
-                before = self._op(OpKind.UPLOAD_ATTENDED, u, j, -1, (attend.id,))
-                yield before
-            compute = self._op(OpKind.FINISH, u, j, slot, (before.id,), hidden_slot=hidden_slot)
-            yield compute
-            cache_user = attend
-            if cache_op is not None:
-                ring = self._cache_staging if self.first_tier is Tier.GPU else self._cache
-                ring.used(cache_slot, attend.id)
-        else:
-            compute = self._op(
-                OpKind.COMPUTE,
+            op = self._op(
+                OpKind.CPU_ATTENTION,
                 u,
                 j,
-                slot,
-                (*waits, *cache_waits, *hidden_waits),
+                -1,
+                (op.id, *cache_waits, *out_waits),
                 cache_slot=cache_slot,
-                hidden_slot=hidden_slot,
+                out_slot=out_slot,
             )
-            yield compute
-            cache_user = compute
+            yield op
             if cache_op is not None:
-                self._cache.used(cache_slot, compute.id)
-        self._last_compute = compute.id
+                (self._cache_staging if three else self._cache).used(cache_slot, op.id)
+            yield from self._store_cache(u, j, batch, op, out_slot)
+            if three:
+                op = self._op(OpKind.UPLOAD_ATTENDED, u, j, -1, (op.id,))
+                yield op
+            self._unfinished.append((j, slot, hidden_slot, op))
+            return
+        op = self._op(
+            OpKind.COMPUTE,
+            u,
+            j,
+            slot,
+            (*waits, *cache_waits, *hidden_waits, *out_waits),
+            cache_slot=cache_slot,
+            out_slot=out_slot,
+            hidden_slot=hidden_slot,
+        )
+        yield op
+        if cache_op is not None:
+            self._cache.used(cache_slot, op.id)
+        yield from self._computed(u, j, batches, op, hidden_slot)
         if unit.has_cache:
-            store = cache_user
-            stored: tuple[int, ...] = (store.id,)
-            if self.first_tier is Tier.GPU and batch.stores_cpu and not batch.cpu_attention:
-                store = self._op(OpKind.DOWNLOAD_CACHE, u, j, -1, (store.id,))
-                yield store
-                stored = (store.id,)
-            if batch.writes_disk:
-                store = self._op(OpKind.WRITE_CACHE, u, j, -1, (store.id,))
-                yield store
-                stored = (store.id,)
-            self._last_cache_store[u, j] = stored
-        if stores_hidden:
-            before_id = compute.id
+            yield from self._store_cache(u, j, batch, op, out_slot)
+
+    def _finish(self, u: int, batches: Sequence[BatchPlan], keep: int) -> Iterator[Op]:
+        """Emit the deferred output projections of CPU-attention batches, all but the last `keep`."""
+        while len(self._unfinished) > keep:
+            j, slot, hidden_slot, attended = self._unfinished.popleft()
+            op = self._op(OpKind.FINISH, u, j, slot, (attended.id,), hidden_slot=hidden_slot)
+            yield op
+            yield from self._computed(u, j, batches, op, hidden_slot)
+
+    def _computed(
+        self, u: int, j: int, batches: Sequence[BatchPlan], op: Op, hidden_slot: int
+    ) -> Iterator[Op]:
+        """Store the hidden states that `op` left on the device, if their home is elsewhere."""
+        self._computes.append(op.id)
+        if self.units[u].stores_hidden and self._moves_hidden(batches, j):
             if self.first_tier is Tier.GPU:
-                down = self._op(OpKind.DOWNLOAD_HIDDEN, u, j, -1, (before_id,), hidden_slot=hidden_slot)
-                yield down
-                before_id = down.id
-            if batch.hidden_home is Tier.DISK:
-                write = self._op(OpKind.WRITE_HIDDEN, u, j, -1, (before_id,), hidden_slot=hidden_slot)
-                yield write
-                before_id = write.id
-            self._last_hidden_store[j] = (before_id,)
-            self._hidden.used(hidden_slot, before_id)
-        elif hidden_slot >= 0:
-            self._hidden.used(hidden_slot, compute.id)
+                op = self._op(OpKind.DOWNLOAD_HIDDEN, u, j, -1, (op.id,), hidden_slot=hidden_slot)
+                yield op
+            if batches[j].hidden_home is Tier.DISK:
+                op = self._op(OpKind.WRITE_HIDDEN, u, j, -1, (op.id,), hidden_slot=hidden_slot)
+                yield op
+            self._last_hidden_store[j] = (op.id,)
+        if hidden_slot >= 0:
+            self._hidden.used(hidden_slot, op.id)
+
+    def _store_cache(self, u: int, j: int, batch: BatchPlan, op: Op, out_slot: int) -> Iterator[Op]:
+        """Move new K and V from the device, or from CPU attention, to their homes."""
+        if self.first_tier is Tier.GPU and batch.stores_cpu and not batch.cpu_attention:
+            op = self._op(OpKind.DOWNLOAD_CACHE, u, j, -1, (op.id,), out_slot=out_slot)
+            yield op
+        if batch.writes_disk:
+            op = self._op(OpKind.WRITE_CACHE, u, j, -1, (op.id,), out_slot=out_slot)
+            yield op
+        self._last_cache_store[u, j] = (op.id,)
+        if out_slot >= 0:
+            self._cache_out.used(out_slot, op.id)
 
 
 def schedule(
