@@ -182,6 +182,7 @@ class _WeightLoad:
     slot_waits: tuple[int, ...]
     staging_slot: int
     staging_waits: tuple[int, ...] = ()
+    n_pieces: int = 1
     next_piece: int = 0
     reads: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
@@ -221,7 +222,6 @@ class ZigZag:
         self._cache_out = _Ring(depths.cache_out)
         self._hidden = _Ring(depths.hidden)
         self._cache_depth = depths.cache
-        self._hidden_ahead = max(1, depths.hidden - 1)
         self._free_weight_slots = n_slots
         self._coming: deque[_WeightLoad] = deque()
         self._next_streamed = 0  # position in the endless cycle of streamed units
@@ -268,6 +268,8 @@ class ZigZag:
 
     def _emit_piece(self, load: _WeightLoad, n_pieces: int) -> Iterator[Op]:
         """Emit the next piece of a unit's load; with the last piece the unit is ready."""
+        if load.next_piece == 0:
+            load.n_pieces = n_pieces  # a load that runs on into the next pass keeps its own count
         home = self.units[load.unit].home
         if home is Tier.DISK:
             waits = load.staging_waits if load.staging_slot >= 0 else load.slot_waits
@@ -278,12 +280,12 @@ class ZigZag:
                 load.staging_slot if load.staging_slot >= 0 else load.slot,
                 waits,
                 piece=load.next_piece,
-                n_pieces=n_pieces,
+                n_pieces=load.n_pieces,
             )
             yield read
             load.reads += (read.id,)
             load.next_piece += 1
-            if load.next_piece < n_pieces:
+            if load.next_piece < load.n_pieces:
                 return
             load.ready = load.reads
         if self.first_tier is Tier.GPU:
@@ -354,7 +356,7 @@ class ZigZag:
                 for _ in range(len(self._coming)):
                     yield from self._advance_loads(1)
             # Hidden states of the steps just ahead; a state is stored one unit before it is loaded again.
-            while hidden_queue and self._is_near(hidden_queue[0], (u, j), steps, n_batches):
+            while hidden_queue and self._is_near(hidden_queue[0], (u, j), n_batches):
                 yield from self._hidden_load(hidden_queue.popleft(), batches, hidden_ready)
             waits: list[int] = list(unit_load.ready) if unit_load else []
             slot = unit_load.slot if unit_load else -1
@@ -380,12 +382,10 @@ class ZigZag:
         # A lone gpu batch never leaves the device: nothing else needs the memory in between.
         return len(batches) > 1 and batches[j].hidden_home > self.first_tier
 
-    @staticmethod
-    def _is_near(
-        step: tuple[int, int], now: tuple[int, int], steps: Sequence[tuple[int, int]], n_batches: int
-    ) -> bool:
-        """Whether `step` is at most one step ahead of `now` in the order of the pass."""
-        return step[0] * n_batches + step[1] <= now[0] * n_batches + now[1] + 1
+    def _is_near(self, step: tuple[int, int], now: tuple[int, int], n_batches: int) -> bool:
+        """Whether `step` is at most one step ahead of `now` and its hidden states have been stored."""
+        ahead = (step[0] - now[0]) * n_batches + step[1] - now[1]
+        return ahead <= 0 or (ahead == 1 and all(step[1] != j for j, *_ in self._unfinished))
 
     def _next_cache_load(
         self, queue: deque[tuple[int, int]], batches: Sequence[BatchPlan], ready: dict[tuple[int, int], Op]
