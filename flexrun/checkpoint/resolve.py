@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexrun import presets
-from flexrun.checkpoint.base import Checkpoint, CheckpointError, read_json_object
+from flexrun.checkpoint.base import (
+    MAX_CONFIG_BYTES,
+    Checkpoint,
+    CheckpointError,
+    open_data_file,
+    read_json_object,
+)
 from flexrun.checkpoint.gguf import GGUF_PART, open_gguf
 from flexrun.checkpoint.safetensors import has_weights, open_safetensors_folder, refuse_pickle
 
@@ -60,10 +66,13 @@ def resolve_model(model: str | os.PathLike[str], *, env: Mapping[str, str] | Non
     name = os.fspath(model)
     if not name.strip() or "\0" in name:
         raise CheckpointError("the model's name is empty or holds a NUL character", found=repr(name))
-    path = Path(name).expanduser().absolute()
-    if os.path.lexists(path):
-        return _resolve_path(name, path)
-    cached = _resolve_cached(name, os.environ if env is None else env)
+    try:
+        path = Path(name).expanduser().absolute()
+        if os.path.lexists(path):
+            return _resolve_path(name, path)
+        cached = _resolve_cached(name, os.environ if env is None else env)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for "~"
+        raise CheckpointError(f"cannot look for the model {name!r}: {error}") from None
     if cached is not None:
         return cached
     if name in presets.names():
@@ -102,7 +111,8 @@ def is_packed_folder(path: str | os.PathLike[str]) -> bool:
     try:
         return PACKED_KEY in read_json_object(manifest)
     except CheckpointError:
-        return False
+        # A damaged manifest is the packed reader's to report, not a reason to take it for a checkpoint.
+        return _contains(manifest, PACKED_KEY.encode())
 
 
 def huggingface_cache_folder(env: Mapping[str, str]) -> Path:
@@ -148,6 +158,13 @@ def _resolve_folder(name: str, folder: Path) -> ResolvedModel:
     if gguf is not None:
         return ResolvedModel(name=name, kind="gguf", path=gguf)
     refuse_pickle(folder, sorted(folder.iterdir()))
+    if any(folder.glob("adapter_*.safetensors")):
+        raise CheckpointError(
+            "this is an adapter, not a model",
+            file=folder,
+            found="adapter_*.safetensors",
+            remedy="Merge it into its base model with peft's merge_and_unload and save the result",
+        )
     if (folder / "config.json").is_file():
         raise CheckpointError(
             "there is a config.json but no weights",
@@ -247,11 +264,13 @@ def _not_here(name: str) -> CheckpointError:
 
 
 def _starts_with_gguf_magic(path: Path) -> bool:
-    try:
-        with path.open("rb") as handle:
-            return handle.read(4) == b"GGUF"
-    except OSError:
-        return False
+    with open_data_file(path) as handle:
+        return handle.read(4) == b"GGUF"
+
+
+def _contains(path: Path, needle: bytes) -> bool:
+    with open_data_file(path) as handle:
+        return needle in handle.read(MAX_CONFIG_BYTES)
 
 
 def _quoted(path: Path) -> str:
