@@ -255,7 +255,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
                     found=f"{size} bytes",
                     expected=f"at most {MAX_CONFIG_BYTES}",
                 )
-            raw = handle.read(MAX_CONFIG_BYTES)
+            raw = handle.read(size)
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", file=path) from None
     try:

@@ -153,6 +153,9 @@ def _resolve_folder(name: str, folder: Path) -> ResolvedModel:
     if is_packed_folder(folder):
         return ResolvedModel(name=name, kind="packed", path=folder)
     if has_weights(folder):
+        for file in folder.glob("*.safetensors"):
+            if not file.exists():  # an interrupted download into the cache
+                raise CheckpointError("a link to something that does not exist", file=file)
         return ResolvedModel(name=name, kind="hf", path=folder)
     gguf = _single_gguf(folder)
     if gguf is not None:
@@ -270,7 +273,7 @@ def _starts_with_gguf_magic(path: Path) -> bool:
 
 def _contains(path: Path, needle: bytes) -> bool:
     with open_data_file(path) as handle:
-        return needle in handle.read(MAX_CONFIG_BYTES)
+        return needle in handle.read(min(MAX_CONFIG_BYTES, os.fstat(handle.fileno()).st_size))
 
 
 def _quoted(path: Path) -> str:
