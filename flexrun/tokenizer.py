@@ -302,8 +302,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         backend,
         bos_token_id=_token_of(backend, named, "bos_token"),
         eos_token_ids=[*eos, *folder_eos_token_ids(root)],
-        add_bos=_optional_flag(config, "add_bos_token"),
-        add_eos=_optional_flag(config, "add_eos_token"),
+        # A post-processor is what transformers goes by too: flags beside it are left-overs.
+        add_bos=_optional_flag(config, "add_bos_token") if backend.post_processor is None else None,
+        add_eos=_optional_flag(config, "add_eos_token") if backend.post_processor is None else None,
         named_tokens=named,
     )
 
