@@ -255,7 +255,7 @@ class Ledger:
         return _by_tier((line.tier, line.measured_bytes) for line in self.lines())
 
     def check(self, budgets: TierBudgets) -> None:
-        """Raise MemoryBudgetError, naming the largest part, if the plan asks more of a tier than its budget."""
+        """Raise MemoryBudgetError, naming the largest part, if the plan asks more than a tier's budget."""
         for tier in Tier:
             lines = [line for line in self.lines() if line.tier is tier]
             total = sum(line.planned_bytes for line in lines)
