@@ -1,0 +1,432 @@
+"""The weight store: units at home on a tier, streamed through rings of slots to the compute device.
+
+A unit's tensors lie in one run of bytes, each at a multiple of 64 (`UnitLayout`), the same in memory, in a
+ring slot and in a packed file; what a unit's forward receives are views of that run. Formats stay packed until
+they are on the compute device. There, linear tensors whose stored format is not the compute type are unpacked
+once per pass into one scratch buffer where many tokens use them, and multiplied packed where few do.
+
+Tables (embeddings) are gathered row by row where they rest: from memory, from the head slices of a tied model
+wherever those are at home, or row by row from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from quant.linear import crossover_tokens, unpack
+from torch import Tensor
+
+from offload.device import Device
+from offload.disk import DiskFile, DiskPool, read_extents
+from offload.disk import Extent as FileExtent
+from offload.memory import Arena
+from offload.units import TensorSpec, Unit, Weights
+from policy.tiers import Tier
+from quant.formats import WeightFormat, parse_format
+from quant.packed import PackedTensor
+
+TENSOR_ALIGN_BYTES = 64
+UNIT_ALIGN_BYTES = 4096
+
+DTYPE_FORMATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def align_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSlot:
+    """Where one tensor of a unit lies in the unit's bytes.
+
+    transposed: a plain linear tensor stored (in_features, out_features), as its checkpoint has it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: WeightFormat
+    offset_bytes: int
+    nbytes: int
+    is_linear: bool
+    transposed: bool = False
+
+    def view(self, run: Tensor) -> Tensor | PackedTensor:
+        """The tensor inside the unit's run of bytes (uint8), without a copy."""
+        raw = run[self.offset_bytes : self.offset_bytes + self.nbytes]
+        if not self.format.is_plain:
+            return PackedTensor(self.format, (self.shape[0], self.shape[1]), raw)
+        values = raw.view(getattr(torch, self.format.plain_dtype))
+        return values.view(self.shape[::-1]).t() if self.transposed else values.view(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLayout:
+    """All tensors of a unit but its tables, in one run of nbytes."""
+
+    slots: tuple[TensorSlot, ...]
+    nbytes: int
+
+    @property
+    def linear_elements(self) -> int:
+        return sum(slot.shape[0] * slot.shape[1] for slot in self.slots if slot.is_linear)
+
+
+def unit_layout(
+    specs: Sequence[TensorSpec],
+    formats: Mapping[str, WeightFormat],
+    transposed: frozenset[str] = frozenset(),
+) -> UnitLayout:
+    """Lay a unit's tensors out in order: formats by tensor name; `transposed` names stay (in, out)."""
+    slots: list[TensorSlot] = []
+    end_bytes = 0
+    for spec in specs:
+        if spec.kind == "rows":
+            continue
+        fmt = formats[spec.name]
+        nbytes = fmt.nbytes(spec.shape)
+        slots.append(
+            TensorSlot(
+                name=spec.name,
+                shape=spec.shape,
+                format=fmt,
+                offset_bytes=end_bytes,
+                nbytes=nbytes,
+                is_linear=spec.kind == "linear",
+                transposed=spec.name in transposed,
+            )
+        )
+        end_bytes = align_up(end_bytes + nbytes, TENSOR_ALIGN_BYTES)
+    return UnitLayout(slots=tuple(slots), nbytes=align_up(end_bytes, UNIT_ALIGN_BYTES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Bytes of a file that belong at dest_offset of a unit's run."""
+
+    file: Path
+    offset_bytes: int
+    nbytes: int
+    dest_offset: int
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a checkpoint, a packed folder, or a random generator."""
+
+    def layout(self, unit: Unit) -> UnitLayout: ...
+
+    def fill(self, unit: Unit, run: Tensor) -> None:
+        """Write the unit's tensors into `run` (uint8, layout(unit).nbytes, CPU)."""
+        ...
+
+    def extents(self, unit: Unit) -> Sequence[Extent] | None:
+        """The unit's bytes where they lie on disk in this layout, or None if they must be made first."""
+        ...
+
+    def table_format(self, spec: TensorSpec) -> WeightFormat:
+        """How a table (kind rows) is stored."""
+        ...
+
+    def fill_table(self, spec: TensorSpec, run: Tensor) -> None:
+        """Write a whole table into `run` (uint8, table_format(spec).nbytes(spec.shape), CPU)."""
+        ...
+
+
+class MemoryRows:
+    """Rows of a matrix in memory, plain or packed."""
+
+    def __init__(self, rows: Tensor | PackedTensor) -> None:
+        self._rows = rows
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        if isinstance(self._rows, PackedTensor):
+            return self._rows.gather_rows(ids.to(self._rows.device), dtype)
+        return self._rows[ids.to(self._rows.device)].to(dtype)
+
+
+class DiskRows:
+    """Rows of one tensor of a unit that is at home on disk: each part's rows are read where they lie."""
+
+    def __init__(self, slot: TensorSlot, extents: Sequence[FileExtent]) -> None:
+        self._slot = slot
+        self._extents = extents
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
+        n_rows, cols = self._slot.shape
+        fmt = self._slot.format
+        small = (len(unique), cols)
+        run = torch.empty(align_up(fmt.nbytes(small), TENSOR_ALIGN_BYTES), dtype=torch.uint8)
+        wanted: list[FileExtent] = []
+        for big, part in zip(fmt.parts((n_rows, cols)), fmt.parts(small), strict=True):
+            row_nbytes = big.nbytes // n_rows
+            for i, row in enumerate(unique.tolist()):
+                begin = self._slot.offset_bytes + big.offset_bytes + row * row_nbytes
+                wanted.extend(_located(self._extents, begin, row_nbytes, part.offset_bytes + i * row_nbytes))
+        read_extents(wanted, run)
+        view = TensorSlot(
+            name=self._slot.name,
+            shape=small,
+            format=fmt,
+            offset_bytes=0,
+            nbytes=fmt.nbytes(small),
+            is_linear=True,
+        ).view(run)
+        rows = view.dequantize(dtype) if isinstance(view, PackedTensor) else view.to(dtype)
+        return rows[inverse]
+
+
+def _located(extents: Sequence[FileExtent], begin: int, nbytes: int, dest_offset: int) -> list[FileExtent]:
+    """File ranges that hold bytes begin .. begin + nbytes of a unit's run, for a buffer at dest_offset."""
+    found = []
+    for extent in extents:
+        low = max(begin, extent.tensor_offset_bytes)
+        high = min(begin + nbytes, extent.tensor_offset_bytes + extent.n_bytes)
+        if low < high:
+            offset = extent.offset_bytes + low - extent.tensor_offset_bytes
+            found.append(FileExtent(extent.file, offset, high - low, dest_offset + low - begin))
+    return found
+
+
+class StackedRows:
+    """A table whose rows lie in several places one after the other (the slices of a tied head)."""
+
+    def __init__(self, pieces: Sequence[tuple[int, MemoryRows | DiskRows]], device: torch.device) -> None:
+        self._starts = torch.tensor([start for start, _ in pieces])
+        self._pieces = [piece for _, piece in pieces]
+        self._device = device
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """ids (tokens,) -> (tokens, width) of dtype on the compute device."""
+        if len(self._pieces) == 1:
+            return self._pieces[0].gather(ids, dtype).to(self._device)
+        ids = ids.cpu()
+        where = torch.bucketize(ids, self._starts, right=True) - 1
+        out: Tensor | None = None
+        for i in where.unique().tolist():
+            chosen = (where == i).nonzero().squeeze(1)
+            rows = self._pieces[i].gather(ids[chosen] - self._starts[i], dtype).to(self._device)
+            if out is None:
+                out = torch.empty((len(ids), rows.shape[1]), dtype=dtype, device=self._device)
+            out[chosen.to(self._device)] = rows
+        assert out is not None, "no token to embed"
+        return out
+
+
+class WeightStore:
+    """Holds every unit at its home and hands the executor what a unit's forward needs.
+
+    homes: one tier per unit (pinned units are on the first tier whatever they say). Arenas give the memory;
+    everything is taken at construction, nothing later.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        source: WeightSource,
+        homes: Sequence[Tier],
+        *,
+        device: Device,
+        compute_dtype: torch.dtype,
+        arenas: Mapping[Tier, Arena],
+        pool: DiskPool,
+        ring_slots: int = 2,
+        staging_slots: int = 2,
+    ) -> None:
+        self.units = tuple(units)
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self._pool = pool
+        self._files: dict[Path, DiskFile] = {}
+        self.layouts = tuple(source.layout(unit) for unit in units)
+        first = device.first_tier
+        self.homes = tuple(first if unit.pinned else home for unit, home in zip(units, homes, strict=True))
+        self._extents: dict[int, list[FileExtent]] = {}
+        self._at_home: dict[int, Tensor] = {}
+        for index, home in enumerate(self.homes):
+            if home is Tier.DISK:
+                extents = source.extents(units[index])
+                if extents is None:
+                    raise ValueError(
+                        f"unit {units[index].name} cannot stay on disk: its stored form differs from the "
+                        "checkpoint's; pack the model first"
+                    )
+                self._extents[index] = [
+                    FileExtent(self._file(e.file), e.offset_bytes, e.nbytes, e.dest_offset) for e in extents
+                ]
+        streamed = [i for i, home in enumerate(self.homes) if home > first]
+        slot_bytes = max((self.layouts[i].nbytes for i in streamed), default=0)
+        n_ring = min(ring_slots, len(streamed))
+        self._ring = [arenas[first].take(slot_bytes, "weights ring") for _ in range(n_ring)]
+        on_disk = [i for i in streamed if self.homes[i] is Tier.DISK]
+        self._staging: list[Tensor] = []
+        if first is Tier.GPU and on_disk:
+            largest = max(self.layouts[i].nbytes for i in on_disk)
+            n_staging = min(staging_slots, len(on_disk))
+            self._staging = [arenas[Tier.CPU].take(largest, "weights staging") for _ in range(n_staging)]
+        unpacked = [self._scratch_elements(i) for i in range(len(units))]
+        scratch_bytes = max(unpacked, default=0) * compute_dtype.itemsize
+        self._scratch = (
+            arenas[first].take(scratch_bytes, "unpack scratch").view(compute_dtype) if scratch_bytes else None
+        )
+        for index, home in enumerate(self.homes):
+            if home is not Tier.DISK and self.layouts[index].nbytes:
+                self._at_home[index] = self._settle(units[index], index, source, home, arenas)
+        self._tables = self._make_tables(source, arenas)
+        self._ready: tuple[int, Weights] | None = None
+
+    def _file(self, path: Path) -> DiskFile:
+        if path not in self._files:
+            self._files[path] = DiskFile(path, self._pool)
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close the files that units are read from."""
+        for file in self._files.values():
+            file.close()
+
+    # -- homes -----------------------------------------------------------------------------------------
+
+    def _scratch_elements(self, index: int) -> int:
+        layout = self.layouts[index]
+        return sum(s.shape[0] * s.shape[1] for s in layout.slots if s.is_linear and self._must_unpack(s))
+
+    def _must_unpack(self, slot: TensorSlot) -> bool:
+        return slot.format.name != DTYPE_FORMATS[self.compute_dtype]
+
+    def _settle(
+        self, unit: Unit, index: int, source: WeightSource, home: Tier, arenas: Mapping[Tier, Arena]
+    ) -> Tensor:
+        run = arenas[home].take(self.layouts[index].nbytes, "weights")
+        if home is Tier.GPU and self.device.is_accelerator:
+            staging = torch.empty(run.numel(), dtype=torch.uint8)
+            source.fill(unit, staging)
+            run.copy_(staging)
+        else:
+            source.fill(unit, run)
+        return run
+
+    def _make_tables(
+        self, source: WeightSource, arenas: Mapping[Tier, Arena]
+    ) -> dict[tuple[int, str], StackedRows]:
+        """Row tables of all units; a table that the head's slices hold too is gathered from those."""
+        tables: dict[tuple[int, str], StackedRows] = {}
+        slices: dict[str, list[tuple[int, int, TensorSlot]]] = {}  # source -> (first row, unit, slot)
+        for index, unit in enumerate(self.units):
+            by_name = {slot.name: slot for slot in self.layouts[index].slots}
+            for spec in unit.tensors:
+                if spec.kind == "linear" and unit.rows_only and len(spec.parts) == 1:
+                    rows = spec.parts[0].rows or ((0, spec.shape[0]),)
+                    slices.setdefault(spec.parts[0].source, []).append(
+                        (rows[0][0], index, by_name[spec.name])
+                    )
+        for index, unit in enumerate(self.units):
+            for spec in unit.tensors:
+                if spec.kind != "rows":
+                    continue
+                tied = slices.get(spec.parts[0].source)
+                pieces: list[tuple[int, MemoryRows | DiskRows]]
+                if tied:
+                    pieces = [
+                        (first, self._slice_rows(i, slot)) for first, i, slot in sorted(tied, key=_first)
+                    ]
+                else:
+                    fmt = source.table_format(spec)
+                    run = arenas[Tier.CPU].take(fmt.nbytes(spec.shape), "tables")
+                    source.fill_table(spec, run)
+                    slot = TensorSlot(
+                        name=spec.name,
+                        shape=spec.shape,
+                        format=fmt,
+                        offset_bytes=0,
+                        nbytes=fmt.nbytes(spec.shape),
+                        is_linear=True,
+                    )
+                    pieces = [(0, MemoryRows(slot.view(run)))]
+                tables[index, spec.name] = StackedRows(pieces, self.device.torch_device)
+        return tables
+
+    def _slice_rows(self, index: int, slot: TensorSlot) -> MemoryRows | DiskRows:
+        if index in self._at_home:
+            return MemoryRows(slot.view(self._at_home[index]))
+        return DiskRows(slot, self._extents[index])
+
+    # -- movement, called on the lanes -------------------------------------------------------------------
+
+    def read(self, index: int, slot: int, piece: int, n_pieces: int) -> int:
+        """Read an equal share of a unit from disk into its staging or ring slot; returns the bytes read."""
+        run = self._staging[slot] if self._staging else self._ring[slot]
+        total = self.layouts[index].nbytes
+        step = align_up(-(-total // n_pieces), UNIT_ALIGN_BYTES)
+        begin, end = min(piece * step, total), min((piece + 1) * step, total)
+        wanted = _located(self._extents[index], begin, end - begin, begin)
+        return read_extents(wanted, run)
+
+    def upload(self, index: int, slot: int, staging_slot: int) -> int:
+        """Copy a unit from cpu memory, or from its staging slot, to its ring slot on the device."""
+        nbytes = self.layouts[index].nbytes
+        run = self._staging[staging_slot] if staging_slot >= 0 else self._at_home[index]
+        self._ring[slot][:nbytes].copy_(run[:nbytes], non_blocking=True)
+        return nbytes
+
+    # -- use, called on the compute lane -----------------------------------------------------------------
+
+    def weights(self, index: int, slot: int, pass_tokens: int) -> Weights:
+        """What the unit's forward needs. pass_tokens: how many tokens this pass sends through the unit.
+
+        Unpacked tensors are views of the one scratch buffer, valid until the next unit is asked for; asking
+        again for the same unit within a pass costs nothing (call `forget` when a pass begins).
+        """
+        if self._ready is not None and self._ready[0] == index:
+            return self._ready[1]
+        layout = self.layouts[index]
+        run = self._ring[slot] if slot >= 0 else self._at_home.get(index)
+        made: dict[str, object] = {}
+        begin = 0
+        for part in layout.slots:
+            assert run is not None
+            tensor = part.view(run)
+            if part.is_linear and self._must_unpack(part) and self._worth_unpacking(part, pass_tokens):
+                assert self._scratch is not None
+                n = part.shape[0] * part.shape[1]
+                out = self._scratch[begin : begin + n]
+                begin += n
+                if part.transposed and isinstance(tensor, Tensor):
+                    out.view(part.shape[::-1]).copy_(tensor.t())
+                    tensor = out.view(part.shape[::-1]).t()
+                else:
+                    tensor = unpack(tensor, self.compute_dtype, out.view(part.shape))
+            made[part.name] = tensor
+        for spec in self.units[index].tensors:
+            if spec.kind == "rows":
+                made[spec.name] = self._tables[index, spec.name]
+        self._ready = (index, made)
+        return made
+
+    def _worth_unpacking(self, part: TensorSlot, pass_tokens: int) -> bool:
+        return part.format.is_plain or pass_tokens >= crossover_tokens(part.format)
+
+    def forget(self) -> None:
+        """A pass begins: what was unpacked before no longer counts."""
+        self._ready = None
+
+
+def _first(piece: tuple[int, int, TensorSlot]) -> int:
+    return piece[0]
+
+
+__all__ = [
+    "DiskRows",
+    "Extent",
+    "MemoryRows",
+    "StackedRows",
+    "TensorSlot",
+    "UnitLayout",
+    "WeightSource",
+    "WeightStore",
+    "parse_format",
+    "unit_layout",
+]
