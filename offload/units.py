@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 
 if TYPE_CHECKING:
     import torch
+
     from quant.packed import PackedTensor
 
 TensorKind = Literal["linear", "vector", "rows"]
