@@ -85,6 +85,17 @@ class Device:
             return None
         return self.gpu_mem_bytes, self.gpu_mem_bytes
 
+    def current_stream(self) -> torch.Stream:
+        """The calling thread's stream on the accelerator."""
+        return torch.accelerator.current_stream(self.torch_device)
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(self.torch_device)
+
+    def new_event(self) -> torch.Event:
+        """An event that measures time."""
+        return torch.Event(self.torch_device, enable_timing=True)
+
     def synchronize(self) -> None:
         """Wait for everything on the accelerator. Only for the start and the end of a run."""
         if self.is_accelerator:

@@ -14,238 +14,23 @@ can deadlock.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from offload.device import Device
+from offload.handles import Handle, LaneCancelled, LaneError
+from offload.runners import Book, HostRunner, LaneStats, StreamRunner, Work
 from offload.trace import Trace
 from policy.schedule import Lane as LaneName
 
-Work = Callable[[], int | None]
+__all__ = ["Handle", "Lane", "LaneCancelled", "LaneError", "LaneName", "LaneStats", "Lanes", "Work"]
 
-# Operations that a stream may hold unfinished before the host waits: what they hold stays alive meanwhile.
-_MAX_IN_FLIGHT = 256
 _JOIN_SECONDS = 60.0
-
-
-class LaneError(RuntimeError):
-    """An operation on a lane failed. cause is the original exception, also chained as __cause__."""
-
-    def __init__(self, lane: str, label: str, cause: BaseException) -> None:
-        super().__init__(f"{lane} lane, {label or 'unnamed operation'}: {cause or type(cause).__name__}")
-        self.lane = lane
-        self.label = label
-        self.cause = cause
-        self.seen = False  # whether a caller has been told
-
-    def again(self) -> LaneError:
-        """A fresh exception with the same content, for one more caller."""
-        self.seen = True
-        error = LaneError(self.lane, self.label, self.cause)
-        error.__cause__ = self.cause
-        return error
-
-
-class LaneCancelled(Exception):
-    """The operation had not started when the lanes were closed."""
-
-
-class Handle:
-    """The outcome of one submitted operation. Holds no reference to the operation or what it waited for."""
-
-    __slots__ = ("__weakref__", "_error", "_event", "_issued", "label", "lane")
-
-    def __init__(self, lane: str, label: str) -> None:
-        self.lane = lane
-        self.label = label
-        self._issued = threading.Event()  # ran (thread lanes), or was enqueued on its stream
-        self._event: Any = None  # torch.Event at the operation's end on its stream
-        self._error: LaneError | None = None
-
-    def done(self) -> bool:
-        """Whether the operation has ended, well or badly. Never blocks."""
-        if not self._issued.is_set():
-            return False
-        return self._event is None or self._error is not None or self._query()
-
-    def wait(self) -> None:
-        """Block until the operation has ended. Raises LaneError with the first failure on its path."""
-        error = self._settle()
-        if error is not None:
-            raise error.again()
-
-    def _query(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except RuntimeError as cause:  # the device reports asynchronous errors here
-            self._error = LaneError(self.lane, self.label, cause)
-            return True
-
-    def _issue_error(self) -> LaneError | None:
-        """Wait until the operation ran or was enqueued."""
-        self._issued.wait()
-        return self._error
-
-    def _settle(self) -> LaneError | None:
-        """Wait until the operation has ended."""
-        self._issued.wait()
-        if self._event is not None and self._error is None:
-            # Polling with sleeps: synchronize() would spin on a core and ignore Ctrl-C.
-            pause_seconds = 20e-6
-            while not self._query():
-                time.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, 500e-6)
-        return self._error
-
-    def _end(self, *, event: Any = None, error: LaneError | None = None) -> None:
-        self._event = event
-        self._error = error
-        self._issued.set()
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStats:
-    """Finished work of a lane. busy_seconds counts the operations themselves, not what they waited for."""
-
-    busy_seconds: float = 0.0
-    bytes: int = 0
-    n_ops: int = 0
-
-
-class _Book:
-    """Counts a lane's finished operations and passes them on to the trace."""
-
-    def __init__(self, lane: str, trace: Trace | None) -> None:
-        self._lane = lane
-        self._trace = trace
-        self._lock = threading.Lock()
-        self._stats = LaneStats()
-
-    def add(self, label: str, begin_seconds: float, end_seconds: float, n_bytes: int) -> None:
-        with self._lock:
-            old = self._stats
-            self._stats = LaneStats(
-                old.busy_seconds + end_seconds - begin_seconds, old.bytes + n_bytes, old.n_ops + 1
-            )
-        if self._trace is not None:
-            self._trace.add(self._lane, label, begin_seconds, end_seconds, n_bytes)
-
-    def read(self) -> LaneStats:
-        with self._lock:
-            return self._stats
-
-    def reset(self) -> None:
-        with self._lock:
-            self._stats = LaneStats()
-
-
-class _HostRunner:
-    """Runs operations to their end on the calling thread."""
-
-    def __init__(self, book: _Book) -> None:
-        self._book = book
-
-    def run(self, handle: Handle, work: Work, waits: Sequence[Handle], host_waits: bool) -> LaneError | None:
-        for wait in waits:
-            error = wait._settle()
-            if error is not None:
-                return error
-        begin = time.perf_counter()
-        n_bytes = work() or 0
-        self._book.add(handle.label, begin, time.perf_counter(), n_bytes)
-        handle._end()
-        return None
-
-    def collect(self) -> None:
-        """Account for operations that ended since."""
-
-    def quiesce(self) -> None:
-        """Wait until nothing is in flight."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """An operation on a stream. work is kept: what it refers to must outlive the stream's use of it."""
-
-    handle: Handle
-    work: Work
-    begin: Any
-    n_bytes: int
-
-
-class _StreamRunner:
-    """Enqueues operations on a stream of the accelerator; a handle ends when the stream gets there."""
-
-    def __init__(self, book: _Book, stream: torch.Stream) -> None:
-        self._book = book
-        self._stream = stream
-        self._device = stream.device
-        self._in_flight: deque[_InFlight] = deque()
-        self._lock = threading.RLock()
-        # The host time of one event of this stream places all others on the host's clock.
-        self._base = self._event()
-        self._base.record(stream)
-        self._base.synchronize()
-        self._base_seconds = time.perf_counter()
-
-    def _event(self) -> Any:
-        return torch.Event(self._device, enable_timing=True)
-
-    def run(self, handle: Handle, work: Work, waits: Sequence[Handle], host_waits: bool) -> LaneError | None:
-        for wait in waits:
-            error = wait._settle() if host_waits else wait._issue_error()
-            if error is not None:
-                return error
-            # The stream itself keeps the order among its own operations.
-            if not host_waits and wait._event is not None and wait.lane != handle.lane:
-                self._stream.wait_event(wait._event)
-        begin, end = self._event(), self._event()
-        try:
-            with self._stream:
-                begin.record(self._stream)
-                n_bytes = work() or 0
-                end.record(self._stream)
-        except BaseException:
-            # What was enqueued before the failure may still use what `work` holds.
-            self._stream.synchronize()
-            raise
-        handle._end(event=end)
-        with self._lock:
-            self._in_flight.append(_InFlight(handle, work, begin, n_bytes))
-        self.collect()
-        while len(self._in_flight) > _MAX_IN_FLIGHT:
-            self._in_flight[0].handle._settle()
-            self.collect()
-        return None
-
-    def collect(self) -> None:
-        with self._lock:
-            while self._in_flight and self._in_flight[0].handle.done():
-                op = self._in_flight.popleft()
-                if op.handle._error is not None:
-                    continue
-                end = op.handle._event
-                begin_seconds = self._base_seconds + self._base.elapsed_time(op.begin) / 1e3
-                end_seconds = begin_seconds + op.begin.elapsed_time(end) / 1e3
-                self._book.add(op.handle.label, begin_seconds, end_seconds, op.n_bytes)
-                # Event differences are float32 milliseconds: a near base keeps them exact.
-                if end_seconds - self._base_seconds > 10.0:
-                    self._base, self._base_seconds = end, end_seconds
-
-    def quiesce(self) -> None:
-        with self._lock:
-            last = self._in_flight[-1].handle if self._in_flight else None
-        if last is not None:
-            last._settle()
-        self.collect()
 
 
 class _Failures:
@@ -271,8 +56,8 @@ class Lane:
     def __init__(
         self,
         name: str,
-        runner: _HostRunner | _StreamRunner,
-        book: _Book,
+        runner: HostRunner | StreamRunner,
+        book: Book,
         failures: _Failures,
         *,
         inline: bool,
@@ -388,18 +173,15 @@ class Lanes:
         streamed = (LaneName.UPLOAD, LaneName.DOWNLOAD, LaneName.COMPUTE) if device.is_accelerator else ()
         n_torch_threads = torch.get_num_threads()
         for name in LaneName:
-            book = _Book(name.value, trace)
-            runner: _HostRunner | _StreamRunner
+            book = Book(name.value, trace)
+            runner: HostRunner | StreamRunner
             if name in streamed:
                 # Compute shares the submitting thread's own stream, so that what this thread does outside
                 # of the lanes is in order with it.
-                if name is LaneName.COMPUTE:
-                    stream = torch.accelerator.current_stream(device.torch_device)
-                else:
-                    stream = torch.Stream(device.torch_device)
-                runner = _StreamRunner(book, stream)
+                stream = device.current_stream() if name is LaneName.COMPUTE else device.new_stream()
+                runner = StreamRunner(book, stream, device.new_event, self._failures.note)
             else:
-                runner = _HostRunner(book)
+                runner = HostRunner(book)
             inline = name is LaneName.COMPUTE
             lane = Lane(name.value, runner, book, self._failures, inline=inline)
             self._lanes[name.value] = lane
