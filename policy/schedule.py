@@ -221,7 +221,9 @@ class ZigZag:
         self._cache_staging = _Ring(depths.cache_staging)
         self._cache_out = _Ring(depths.cache_out)
         self._hidden = _Ring(depths.hidden)
-        self._cache_depth = depths.cache
+        # A staging slot read by CPU attention stays in use as long as a cache slot, so both bound the loads.
+        staged = depths.cache_staging if first_tier is Tier.GPU else depths.cache
+        self._cache_ahead = min(depths.cache, staged)
         self._free_weight_slots = n_slots
         self._coming: deque[_WeightLoad] = deque()
         self._next_streamed = 0  # position in the endless cycle of streamed units
@@ -338,7 +340,7 @@ class ZigZag:
         unit_load: _WeightLoad | None = None
 
         self._start_loads()
-        for _ in range(self._cache_depth):
+        for _ in range(self._cache_ahead):
             yield from self._next_cache_load(cache_queue, batches, cache_ready)
         for u, j in steps:
             unit = self.units[u]
@@ -476,13 +478,14 @@ class ZigZag:
             if three:
                 op = self._op(OpKind.DOWNLOAD_QKV, u, j, -1, (op.id,))
                 yield op
-            # Pages of a CPU-attention batch are appended in cpu memory by the attention itself.
+            # Pages of a CPU-attention batch are appended in cpu memory by the attention itself; those that an
+            # earlier pass made on the device must have arrived.
             op = self._op(
                 OpKind.CPU_ATTENTION,
                 u,
                 j,
                 -1,
-                (op.id, *cache_waits, *out_waits),
+                (op.id, *cache_waits, *out_waits, *self._last_cache_store.get((u, j), ())),
                 cache_slot=cache_slot,
                 out_slot=out_slot,
             )
