@@ -1,0 +1,176 @@
+"""Weight kernels on the CPU: packed -> fp32 or bf16 values, and products of few tokens with packed weights.
+
+Importing this module imports numba; `quant.packed` and `quant.linear` do so when they first need it. Compiled
+code is cached on disk. bf16 is written as uint16, rounded to the nearest, ties to even.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+from numba.extending import overload
+
+from quant.kernels_decode import COLS, GROUP, N_CODES, N_GROUPS, ROWS, decode_row
+from quant.kernels_simd import expand16_bf16, expand16_f32
+from quant.threads import use_torch_threads
+
+# Sums of products may be reordered, so that they run in vectors; values of weights are never touched by this.
+_SUM_ANY_ORDER = {"reassoc", "contract", "nsz"}
+# Chunks of rows per thread: uneven machines balance, yet the scratch arrays are allocated rarely.
+_CHUNKS_PER_THREAD = 8
+# Rows of a product's tile and columns of one stretch of it: two rows of 1024 fp32 stay in the first-level cache.
+_STRETCH = 1024
+
+
+def _expand_16(codes: Any, start: int, s: Any, z: Any, m: Any, out: Any) -> None:
+    """16 values from column `start` on, in out's type: fp32, or bf16 in uint16."""
+
+
+@overload(_expand_16)
+def _expand_16_overload(codes: Any, start: Any, s: Any, z: Any, m: Any, out: Any) -> Any:
+    # Arguments of an overload's implementations must be spelled as in its own signature, annotations too.
+    if out.dtype == types.uint16:
+
+        def to_bf16(codes: Any, start: Any, s: Any, z: Any, m: Any, out: Any) -> Any:
+            expand16_bf16(out.ctypes.data + 2 * start, codes.ctypes.data + start, s, z, m)
+
+        return to_bf16
+
+    def to_f32(codes: Any, start: Any, s: Any, z: Any, m: Any, out: Any) -> Any:
+        expand16_f32(out.ctypes.data + 4 * start, codes.ctypes.data + start, s, z, m)
+
+    return to_f32
+
+
+@njit
+def expand_row(group: int, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None:
+    """out (cols,) = scale * (code - zero) + min, each operation rounded to fp32, then to out's type.
+
+    codes may be read up to the end of the last 16 columns begun.
+    """
+    for g in range(out.size // group):
+        for start in range(g * group, (g + 1) * group, 16):
+            _expand_16(codes, start, s[g], z[g], m[g], out)
+    done = out.size // group * group
+    if done < out.size:
+        g = out.size // group
+        end = done + (out.size - done) // 16 * 16
+        for start in range(done, end, 16):
+            _expand_16(codes, start, s[g], z[g], m[g], out)
+        if end < out.size:
+            last = np.empty(16, out.dtype)
+            _expand_16(codes[end:], 0, s[g], z[g], m[g], last)
+            out[end:] = last[: out.size - end]
+
+
+@njit(cache=True, parallel=True)
+def _dequantize(
+    layout: Any, buf8: Any, buf16: Any, buf32: Any, permutation: Any, row_ids: Any, n_chunks: int, out: Any
+) -> None:
+    n_rows = out.shape[0]
+    cols = layout[COLS]
+    for chunk in prange(n_chunks):
+        codes = np.empty(2 * layout[N_CODES], np.uint8)
+        s = np.empty(layout[N_GROUPS], np.float32)
+        z = np.empty(layout[N_GROUPS], np.float32)
+        m = np.empty(layout[N_GROUPS], np.float32)
+        shuffled = np.empty(permutation.size, out.dtype)
+        for i in range(chunk * n_rows // n_chunks, (chunk + 1) * n_rows // n_chunks):
+            row = row_ids[i] if row_ids.size else i
+            decode_row(layout, buf8, buf16, buf32, row, codes, s, z, m)
+            if permutation.size:
+                expand_row(layout[GROUP], codes, s, z, m, shuffled)
+                target = out[i]
+                for j in range(cols):
+                    target[permutation[j]] = shuffled[j]
+            else:
+                expand_row(layout[GROUP], codes, s, z, m, out[i])
+
+
+@njit(fastmath=_SUM_ANY_ORDER)
+def _dot_2x4(w0: Any, w1: Any, x0: Any, x1: Any, x2: Any, x3: Any, y: Any) -> None:
+    """y (2, 4) += two weight rows times four tokens."""
+    s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = np.float32(0)
+    for k in range(w0.size):
+        a = w0[k]
+        b = w1[k]
+        s00 += a * x0[k]
+        s10 += b * x0[k]
+        s01 += a * x1[k]
+        s11 += b * x1[k]
+        s02 += a * x2[k]
+        s12 += b * x2[k]
+        s03 += a * x3[k]
+        s13 += b * x3[k]
+    y[0, 0] += s00
+    y[0, 1] += s01
+    y[0, 2] += s02
+    y[0, 3] += s03
+    y[1, 0] += s10
+    y[1, 1] += s11
+    y[1, 2] += s12
+    y[1, 3] += s13
+
+
+@njit(cache=True, parallel=True)
+def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks: int, y: Any) -> None:
+    n_tokens = x.shape[0]
+    n_quads = (n_tokens + 3) // 4
+    rows = layout[ROWS]
+    cols = layout[COLS]
+    n_pairs = (rows + 1) // 2
+    for chunk in prange(n_chunks):
+        codes = np.empty(2 * layout[N_CODES], np.uint8)
+        s = np.empty(layout[N_GROUPS], np.float32)
+        z = np.empty(layout[N_GROUPS], np.float32)
+        m = np.empty(layout[N_GROUPS], np.float32)
+        w = np.empty((2, cols), np.float32)
+        sums = np.empty((n_quads, 2, 4), np.float32)
+        for pair in range(chunk * n_pairs // n_chunks, (chunk + 1) * n_pairs // n_chunks):
+            row = 2 * pair
+            n_here = min(2, rows - row)
+            for i in range(n_here):
+                decode_row(layout, buf8, buf16, buf32, row + i, codes, s, z, m)
+                expand_row(layout[GROUP], codes, s, z, m, w[i])
+            if n_here == 1:
+                w[1, :] = np.float32(0)
+            sums[:] = np.float32(0)
+            for start in range(0, cols, _STRETCH):
+                end = min(start + _STRETCH, cols)
+                for quad in range(n_quads):
+                    # Missing tokens of the last quad repeat the last one: the same sums in the same order for
+                    # a token whatever stands beside it.
+                    t = 4 * quad
+                    last = n_tokens - 1
+                    _dot_2x4(
+                        w[0, start:end],
+                        w[1, start:end],
+                        x[t, start:end],
+                        x[min(t + 1, last), start:end],
+                        x[min(t + 2, last), start:end],
+                        x[min(t + 3, last), start:end],
+                        sums[quad],
+                    )
+            for t in range(n_tokens):
+                for i in range(n_here):
+                    y[t, row + i] = sums[t // 4, i, t % 4]
+
+
+def dequantize(layout: Any, buffers: Any, permutation: Any, row_ids: Any, out: Any) -> None:
+    """Write rows of a packed matrix to out (n, cols), float32 or uint16 for bf16.
+
+    buffers: the matrix's buffer viewed as uint8, uint16 and float32. row_ids: int64 (n,), the rows wanted, all
+    within range; empty for rows 0..n. permutation: int32 (cols,), or empty.
+    """
+    n_chunks = max(1, min(use_torch_threads() * _CHUNKS_PER_THREAD, out.shape[0]))
+    _dequantize(layout, *buffers, permutation, row_ids, n_chunks, out)
+
+
+def few_tokens(layout: Any, buffers: Any, x: Any, y: Any) -> None:
+    """y (tokens, rows) = x (tokens, cols) times the transposed packed matrix, in fp32.
+
+    Each token's sums do not depend on the other tokens, bit for bit.
+    """
+    n_pairs = (y.shape[1] + 1) // 2
+    n_chunks = max(1, min(use_torch_threads() * _CHUNKS_PER_THREAD, n_pairs))
+    _few_tokens(layout, *buffers, x, n_chunks, y)

@@ -1,0 +1,220 @@
+"""PackedTensor: one weight matrix in one buffer of bytes, viewed in place on whatever device the bytes lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant.formats import PartSpec, WeightFormat
+
+_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTensor:
+    """A weight matrix (rows = output features, cols = input features) in a WeightFormat.
+
+    format: how it is stored; shape: (rows, cols), any rank for plain formats; buffer: contiguous uint8 of
+    exactly format.nbytes(shape), never copied, so that it may be a piece of a ring slot or of a mapped file.
+    Raises ValueError if the buffer does not fit.
+    """
+
+    format: WeightFormat
+    shape: tuple[int, ...]
+    buffer: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        needed = self.format.nbytes(self.shape)
+        if self.buffer.dtype != torch.uint8 or self.buffer.dim() != 1 or not self.buffer.is_contiguous():
+            raise ValueError(
+                f"a packed tensor needs a contiguous 1-D uint8 buffer, got {self.buffer.dtype} of shape "
+                f"{tuple(self.buffer.shape)}"
+            )
+        if self.buffer.numel() != needed:
+            raise ValueError(
+                f"{self.format} of shape {self.shape} takes {needed} bytes, the buffer has "
+                f"{self.buffer.numel()}; cut the buffer to format.nbytes(shape)"
+            )
+        unit = 2 if self.format.kind == "block" else 4
+        if needed and self.buffer.data_ptr() % unit:
+            raise ValueError(
+                f"the buffer of a {self.format} tensor must start at a multiple of {unit} bytes, it starts at "
+                f"{self.buffer.data_ptr() % unit} past one; copy it to an aligned place"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    @property
+    def permutation(self) -> Tensor | None:
+        """int32 (cols,): packed column j is column permutation[j] of the matrix; None where columns are in order."""
+        return self.part("permutation") if self.format.permuted else None
+
+    def part(self, name: str) -> Tensor:
+        """The view of one part of the buffer; KeyError if the format has no such part."""
+        for spec in self.format.parts(self.shape):
+            if spec.name == name:
+                return self._view(spec)
+        raise KeyError(f"{self.format} has no part {name!r}")
+
+    def to_parts(self) -> dict[str, Tensor]:
+        """Views of all parts by name, in the order in which they lie; see WeightFormat.parts."""
+        return {spec.name: self._view(spec) for spec in self.format.parts(self.shape)}
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedTensor:
+        """This tensor on another device; itself if it is there already."""
+        return PackedTensor(self.format, self.shape, self.buffer.to(device, non_blocking=non_blocking))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """All values, shape (rows, cols), in dtype: fp32 arithmetic, rounded once to dtype.
+
+        out, if given, is a contiguous tensor of that dtype, device and number of elements, whatever its shape; it
+        is filled and returned as (rows, cols). Raises ValueError for an out that does not fit.
+        """
+        out = self._check_out(self.shape, dtype, out)
+        if self.format.is_plain:
+            return out.copy_(self.part("data"))
+        _write_rows(self, None, out)
+        return out
+
+    def gather_rows(
+        self, ids: Tensor, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+    ) -> Tensor:
+        """Rows ids (any shape, integers in 0..rows-1) in dtype: shape (*ids.shape, cols), as for an embedding.
+
+        Raises ValueError for an id outside the matrix when it lies on the CPU.
+        """
+        if len(self.shape) != 2:
+            raise ValueError(f"rows are gathered from matrices, this tensor has shape {self.shape}")
+        rows, cols = self.shape
+        flat = ids.reshape(-1).to(self.device, torch.int64)  # (n,)
+        if flat.device.type == "cpu" and flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= rows):
+            raise ValueError(
+                f"row ids must be in 0..{rows - 1}, got {int(flat.min())}..{int(flat.max())}; is the vocabulary "
+                "of the tokenizer larger than the model's?"
+            )
+        out = self._check_out((flat.numel(), cols), dtype, out)
+        if self.format.is_plain:
+            out.copy_(self.part("data").index_select(0, flat))
+        else:
+            _write_rows(self, flat, out)
+        return out.view(*ids.shape, cols)
+
+    def slice_rows(self, start: int, stop: int) -> PackedTensor:
+        """A copy of rows start..stop as a tensor of its own, parameters unchanged."""
+        rows = self.shape[0]
+        if not 0 <= start <= stop <= rows:
+            raise ValueError(f"rows {start}..{stop} are not within 0..{rows}")
+        cut = empty_packed(self.format, (stop - start, *self.shape[1:]), device=self.device)
+        for name, part in cut.to_parts().items():
+            whole = self.part(name)
+            part.copy_(whole if name == "permutation" else whole[start:stop])
+        return cut
+
+    def _view(self, spec: PartSpec) -> Tensor:
+        raw = self.buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
+        return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    def _check_out(self, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        if dtype not in _OUT_DTYPES:
+            raise ValueError(f"weights are unpacked to float32, bfloat16 or float16, not to {dtype}")
+        if out is None:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        needed = 1
+        for n in shape:
+            needed *= n
+        fits = (
+            out.dtype == dtype and out.device == self.device and out.is_contiguous() and out.numel() == needed
+        )
+        if not fits:
+            raise ValueError(
+                f"out must be contiguous, {dtype}, on {self.device}, with {needed} elements; got {out.dtype} on "
+                f"{out.device} of shape {tuple(out.shape)}, contiguous: {out.is_contiguous()}"
+            )
+        return out.view(shape)
+
+
+def empty_packed(
+    fmt: WeightFormat,
+    shape: Sequence[int],
+    *,
+    device: torch.device | str = "cpu",
+    buffer: Tensor | None = None,
+) -> PackedTensor:
+    """A PackedTensor of zero bytes (gaps between parts must be the same in every copy), or over buffer."""
+    size = tuple(int(n) for n in shape)
+    if buffer is None:
+        buffer = torch.zeros(fmt.nbytes(size), dtype=torch.uint8, device=device)
+    return PackedTensor(fmt, size, buffer)
+
+
+def concat_rows(tensors: Sequence[PackedTensor]) -> PackedTensor:
+    """Matrices of one format and width joined along rows (fused q, k, v), parameters unchanged.
+
+    Raises ValueError if formats, widths or column permutations differ.
+    """
+    if not tensors:
+        raise ValueError("concat_rows needs at least one tensor")
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.format != first.format or other.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"only tensors of one format and width can be joined: {first.format} {first.shape} and "
+                f"{other.format} {other.shape}"
+            )
+        if first.format.permuted and not torch.equal(first.part("permutation"), other.part("permutation")):
+            raise ValueError("tensors with different column permutations cannot be joined; keep them apart")
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    joined = empty_packed(first.format, (rows, *first.shape[1:]), device=first.device)
+    for name, part in joined.to_parts().items():
+        if name == "permutation":
+            part.copy_(first.part(name))
+        else:
+            torch.cat([tensor.part(name) for tensor in tensors], out=part)
+    return joined
+
+
+def numpy_views(packed: PackedTensor) -> tuple[Any, Any, Any]:
+    """The buffer of a CPU tensor as numpy uint8, uint16 and float32 (empty where no part is fp32)."""
+    raw = packed.buffer.numpy()
+    needs_f32 = packed.format.kind == "affine" and packed.format.param_dtype == "float32"
+    return raw, raw.view("uint16"), raw.view("float32") if needs_f32 else raw[:0].view("float32")
+
+
+def _write_rows(packed: PackedTensor, row_ids: Tensor | None, out: Tensor) -> None:
+    """Rows row_ids (all if None) of a packed matrix -> out (n, cols), on the tensor's device."""
+    if out.numel() == 0:
+        return
+    if packed.device.type != "cpu":
+        from quant.kernels_torch import dequantize_rows
+
+        out.copy_(dequantize_rows(packed, row_ids))
+        return
+    from quant.kernels_decode import layout_of
+    from quant.kernels_numba import dequantize
+
+    permutation = packed.permutation
+    target = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
+    dequantize(
+        layout_of(packed.format, packed.shape),
+        numpy_views(packed),
+        _EMPTY_I32.numpy() if permutation is None else permutation.numpy(),
+        _EMPTY_I64.numpy() if row_ids is None else row_ids.numpy(),
+        target.view(torch.uint16).numpy() if target.dtype == torch.bfloat16 else target.numpy(),
+    )
+    if target is not out:
+        out.copy_(target)
+
+
+_EMPTY_I32 = torch.empty(0, dtype=torch.int32)
+_EMPTY_I64 = torch.empty(0, dtype=torch.int64)
