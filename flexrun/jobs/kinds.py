@@ -1,0 +1,75 @@
+"""What the runner needs from the outside: an engine, and a job kind that knows its lines and results.
+
+`flexrun.jobs.generation` is the kind for completions and chats. Another kind of job (scoring, say) is another
+class with the three methods of `JobKind`; reading ahead, resuming, duplicate ids and whole output lines
+come with the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from flexrun.jobs.lines import LineIdentity
+from flexrun.request import RequestOutput, SamplingParams
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrompt:
+    """One prompt of a line, ready for the engine. ``text`` is None if the line gave token ids."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None = None
+
+
+class JobEngine(Protocol):
+    """The part of an engine that a job drives (flexrun.engine.Engine has it)."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no pass has taken up yet."""
+        ...
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        prompt_text: str | None = None,
+    ) -> None:
+        """Queue a request. ValueError if it can never run (too long, unknown token ids)."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Run one pass; the requests that it finished."""
+        ...
+
+    def has_unfinished(self) -> bool: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class JobKind(Protocol[R]):
+    """Meaning of a line and of its results.
+
+    ``name`` goes into the manifest: outputs of different kinds are never mixed.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def parse(self, fields: dict[str, Any], identity: LineIdentity) -> R:
+        """A request from a line's JSON object. Raises LineError."""
+        ...
+
+    def prompts(self, request: R) -> Sequence[EnginePrompt]:
+        """The request's prompts as token ids, at least one. Raises ValueError if they cannot be made."""
+        ...
+
+    def body(self, request: R, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The result's body, from one finished output per prompt, in the order of `prompts`."""
+        ...
