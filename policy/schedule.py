@@ -158,18 +158,28 @@ class _Ring:
 
     def __init__(self, depth: int) -> None:
         self._users: list[tuple[int, ...]] = [() for _ in range(depth)]
+        self._held: set[int] = set()
         self._next = 0
 
-    def take(self) -> tuple[int, tuple[int, ...]]:
-        """The next slot and the operations that must finish before it is filled."""
+    def take(self, *, hold: bool = False) -> tuple[int, tuple[int, ...]]:
+        """The next slot and the operations that must finish before it is filled.
+
+        hold: its last use is not yet emitted; the slot is passed over until `used` names that use.
+        """
         slot = self._next
+        while slot in self._held:
+            slot = (slot + 1) % len(self._users)
+            assert slot != self._next, "every slot of the ring is held"
         self._next = (slot + 1) % len(self._users)
+        if hold:
+            self._held.add(slot)
         return slot, self._users[slot]
 
     def users(self, slot: int) -> tuple[int, ...]:
         return self._users[slot]
 
     def used(self, slot: int, *ids: int) -> None:
+        self._held.discard(slot)
         self._users[slot] = ids
 
 
@@ -427,7 +437,7 @@ class ZigZag:
         self, step: tuple[int, int], batches: Sequence[BatchPlan], ready: dict[tuple[int, int], Op]
     ) -> Iterator[Op]:
         u, j = step
-        slot, waits = self._hidden.take()
+        slot, waits = self._hidden.take(hold=True)
         stored = self._last_hidden_store.get(j, ())
         before: tuple[int, ...] = ()
         if batches[j].hidden_home is Tier.DISK:
@@ -439,7 +449,6 @@ class ZigZag:
             upload = self._op(OpKind.UPLOAD_HIDDEN, u, j, slot, (*waits, *stored, *before))
             yield upload
             ready[step] = upload
-        self._hidden.used(slot, ready[step].id)
 
     def _compute(
         self,
@@ -466,7 +475,7 @@ class ZigZag:
         if hidden_op is not None:
             hidden_slot, hidden_waits = hidden_op.slot, (hidden_op.id,)
         elif stores_hidden:
-            hidden_slot, hidden_waits = self._hidden.take()
+            hidden_slot, hidden_waits = self._hidden.take(hold=True)
         # New pages that leave the device wait in a ring: slow stores hold the compute back, not memory.
         out_slot = -1
         out_waits: tuple[int, ...] = ()

@@ -139,7 +139,7 @@ def check_schedule(
                 assert op.slot == -1
             if op.hidden_slot >= 0:
                 # Without a load the computation itself is the first to write the slot.
-                if op.kind is not OpKind.FINISH and not hidden.history[op.hidden_slot][-1:] == []:
+                if op.kind is not OpKind.FINISH and hidden.history[op.hidden_slot]:
                     known = hidden.history[op.hidden_slot][-1][0] == step
                 else:
                     known = op.kind is OpKind.FINISH
