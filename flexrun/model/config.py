@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flexrun.model.families import FAMILIES, text_config
 from flexrun.model.fields import Fields
 from flexrun.model.gguf_families import GGUF_ARCHITECTURES, gguf_config
+from flexrun.model.mapping import shapes_of
 from flexrun.model.schema import (
     LayerConfig,
     ModelConfig,
@@ -78,8 +79,7 @@ def config_from_gguf(
             f"GGUF metadata: architecture {arch!r} is not supported; supported are "
             f"{', '.join(sorted(GGUF_ARCHITECTURES))}"
         )
-    shapes = {name: tuple(getattr(item, "shape", item)) for name, item in tensors.items()}
-    return gguf_config(metadata, shapes, read_vector)
+    return gguf_config(metadata, shapes_of(tensors), read_vector)
 
 
 def config_from_checkpoint(checkpoint: Checkpoint) -> ModelConfig:

@@ -11,7 +11,7 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 NormKind = Literal["rms", "layer"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 Residual = Literal["serial", "parallel", "parallel_one_norm"]
-QkvLayout = Literal["split", "stacked", "per_head", "per_group"]
+QkvLayout = Literal["split", "stacked", "per_group"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "quick_gelu")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
@@ -103,14 +103,13 @@ class NormConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """A layer of experts: softmax over all, the best `n_experts_per_token` of them, weights renormalised or
-    not; plus a shared expert, gated by a sigmoid, where `shared_ffn_size` is not 0."""
+    """A layer of experts: softmax over all, the best `n_experts_per_token` of them, their weights
+    renormalised to a sum of one or not."""
 
     n_experts: int
     n_experts_per_token: int
     ffn_size: int
     normalize_weights: bool = True
-    shared_ffn_size: int = 0
 
     def __post_init__(self) -> None:
         _require(self.n_experts > 0, f"number of experts: must be positive, got {self.n_experts}")
@@ -152,8 +151,8 @@ class TensorNames:
     """Where a checkpoint keeps each tensor: stems without ".weight", None where the family has none.
 
     Names below `layer` follow its prefix, in which "{}" is the layer's number; in `expert_*`, "{}" is the
-    expert's number. qkv_layout tells how a fused `qkv` lies: stacked (all q, all k, all v), per_head
-    (q, k, v of each head in turn) or per_group (the group's query heads, then its k, then its v).
+    expert's number. qkv_layout tells how a fused `qkv` lies: stacked (all q, all k, all v) or per_group (for
+    each KV head in turn its query heads, its k, its v).
     transposed: linear weights of the layers are (in_features, out_features).
     stacked_experts: one three-dimensional tensor holds all experts of a layer.
     permuted_qk: the rotary rows of q and k are interleaved (GGUF files of llama models).
@@ -188,10 +187,6 @@ class TensorNames:
     expert_gate: str | None = None
     expert_up: str | None = None
     expert_down: str | None = None
-    shared_gate: str | None = None
-    shared_up: str | None = None
-    shared_down: str | None = None
-    shared_router: str | None = None
     transposed: bool = False
     stacked_experts: bool = False
     permuted_qk: bool = False
