@@ -284,3 +284,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput]
     finished: bool = True
+
+
+class RequestError(ValueError):
+    """A request that can never run, whatever else happens. The message says what to change."""

@@ -96,6 +96,11 @@ class Device:
         """An event that measures time."""
         return torch.Event(self.torch_device, enable_timing=True)
 
+    def synchronize_compute(self) -> None:
+        """Wait for what the calling thread has enqueued on its own stream: before its results are read."""
+        if self.is_accelerator:
+            torch.accelerator.current_stream(self.torch_device).synchronize()
+
     def synchronize(self) -> None:
         """Wait for everything on the accelerator. Only for the start and the end of a run."""
         if self.is_accelerator:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from quant.linear import crossover_tokens, unpack
 from torch import Tensor
 
 from offload.device import Device
@@ -27,6 +26,7 @@ from offload.memory import Arena
 from offload.units import TensorSpec, Unit, Weights
 from policy.tiers import Tier
 from quant.formats import WeightFormat, parse_format
+from quant.linear import crossover_tokens, unpack
 from quant.packed import PackedTensor
 
 TENSOR_ALIGN_BYTES = 64
@@ -282,6 +282,11 @@ class WeightStore:
         if path not in self._files:
             self._files[path] = DiskFile(path, self._pool)
         return self._files[path]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files' ranges that units at home on disk are read from."""
+        return sum(e.n_bytes for extents in self._extents.values() for e in extents)
 
     def close(self) -> None:
         """Close the files that units are read from."""

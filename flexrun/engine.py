@@ -1,0 +1,427 @@
+"""The engine: requests in, finished results out, one pass at a time.
+
+    step = plan a pass (scheduler) -> run it (executor) -> sample -> note what ended
+
+It holds no policy of its own: what rests where is the runtime's, who runs next is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexrun.detokenize import IncrementalDetokenizer
+from flexrun.logits import BatchSink, ScoreRows
+from flexrun.request import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    CompletionOutput,
+    Logprob,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
+from flexrun.runtime import Runtime
+from flexrun.sampling import SamplingState, TokenLogprobs, sample
+from flexrun.scheduler import Completion, Scheduler, Step
+from flexrun.tokenizer import Tokenizer
+from offload.executor import BatchInput, SequenceInput
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Totals since the engine was made (or `reset`).
+
+    A pass that mixes prompts with running sequences counts towards prefill and decode by their tokens.
+    """
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    passes: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.decode_seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    prompt: list[int]
+    text: str | None
+    outputs: list[CompletionOutput | None]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_greedy: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """Which completion's prompt positions a run of scored rows belongs to."""
+
+    completion: Completion
+    positions: range
+
+
+class Engine:
+    """Runs requests over a runtime.
+
+    Args:
+        runtime: model, homes and lanes (flexrun.runtime).
+        tokenizer: for text, stop strings and token texts; None works with token ids alone.
+        eos_token_ids: the model's own end tokens.
+    """
+
+    def __init__(
+        self, runtime: Runtime, *, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._runtime = runtime
+        self._executor = runtime.executor
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_token_ids)
+        model_vocab = runtime.model.vocab_size
+        self.vocab_size = min(model_vocab, tokenizer.vocab_size) if tokenizer is not None else model_vocab
+        self._scheduler = Scheduler(
+            self._executor.allocator,
+            schedule=runtime.policy.schedule,
+            pass_tokens=runtime.limits.pass_tokens,
+        )
+        self._requests: dict[str, _Request] = {}
+        self._finished_early: list[RequestOutput] = []
+        self.stats = EngineStats()
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt and answer together."""
+        return self._runtime.max_model_len
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that no pass has taken up yet."""
+        return self._scheduler.num_waiting
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests) or bool(self._finished_early)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt_text: str | None = None,
+        *,
+        score_from: int | None = None,
+    ) -> None:
+        """Queue a request.
+
+        score_from: score only (nothing is generated): log-probabilities of the prompt's tokens from this
+            position on; the result's prompt_logprobs has them, None before.
+        Raises RequestError if the request can never run: empty or unknown tokens, too long, stop strings
+        without a tokenizer, a request_id in use.
+        """
+        prompt = list(prompt_token_ids)
+        max_tokens = self._check(request_id, prompt, params, score_from)
+        first_scored = -1
+        if score_from is not None:
+            first_scored = max(1, score_from)
+        elif params.prompt_logprobs is not None:
+            first_scored = 1
+        n = 1 if score_from is not None else params.n
+        request = _Request(prompt=prompt, text=prompt_text, outputs=[None] * n)
+        if first_scored >= 0:
+            request.prompt_logprobs = []
+        self._requests[request_id] = request
+        for index in range(n):
+            detokenizer = None
+            if self._tokenizer is not None and score_from is None:
+                detokenizer = IncrementalDetokenizer(
+                    self._tokenizer,
+                    prompt,
+                    stop=params.stop_strings,
+                    include_stop=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                    skip_special_tokens=params.skip_special_tokens,
+                )
+            self._scheduler.add(
+                Completion(
+                    request_id=request_id,
+                    index=index,
+                    prompt=prompt,
+                    params=params,
+                    max_tokens=max_tokens,
+                    sampling=SamplingState(
+                        params,
+                        vocab_size=self.vocab_size,
+                        prompt_token_ids=prompt,
+                        eos_token_ids=self._eos,
+                        index=index,
+                    ),
+                    detokenizer=detokenizer,
+                    score_from=first_scored if index == 0 else -1,
+                )
+            )
+
+    def _check(
+        self, request_id: str, prompt: list[int], params: SamplingParams, score_from: int | None
+    ) -> int:
+        """The number of tokens to generate; RequestError for a request that can never run."""
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use; give each request its own")
+        if not prompt:
+            raise RequestError("the prompt is empty; a model needs at least one token (its BOS, for example)")
+        vocab = self._runtime.model.vocab_size
+        bad = next((t for t in prompt if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"the prompt holds token id {bad}; this model's ids are 0 to {vocab - 1}")
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and this model folder has none; use stop_token_ids"
+            )
+        limit = self.max_model_len
+        max_tokens = 0 if score_from is not None else params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, limit - len(prompt))
+        if len(prompt) + max_tokens > limit:
+            raise RequestError(
+                f"the prompt's {len(prompt)} tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}; "
+                f"the limit is {limit} {self._runtime.len_limit_reason}. Shorten the prompt or lower max_tokens"
+            )
+        total = len(prompt) + max(max_tokens - 1, 0)
+        if not self._executor.allocator.fits(total):
+            raise RequestError(
+                f"{total} tokens need more KV pages than a gpu batch has; raise the memory budgets, use a "
+                "smaller block or a smaller cache format"
+            )
+        return max_tokens
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, whatever its state; unknown ids are ignored."""
+        if self._requests.pop(request_id, None) is not None:
+            self._scheduler.remove(request_id)
+
+    # -- a pass ------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one pass and return the requests that finished with it."""
+        plan = self._scheduler.next_pass()
+        n_tokens = sum(step.n_tokens for steps in plan for step in steps)
+        if n_tokens == 0:
+            return []
+        began = time.perf_counter()
+        inputs, sampled_steps, scored, scores = self._inputs(plan)
+        self._executor.run_pass(inputs, last=self._scheduler.is_last(plan))
+        self._runtime.device.synchronize_compute()
+        sampling_began = time.perf_counter()
+        for steps in plan:
+            for step in steps:
+                step.completion.n_stored += step.n_tokens
+        self._note_scores(scored, scores)
+        finished = self._sample(sampled_steps)
+        finished += self._end_scoring(plan)
+        ended = time.perf_counter()
+        self._count(plan, n_tokens, ended - began, ended - sampling_began, len(sampled_steps))
+        return finished
+
+    def _count(
+        self, plan: list[list[Step]], n_tokens: int, seconds: float, sampling_seconds: float, sampled: int
+    ) -> None:
+        prompt_tokens = sum(step.n_tokens for steps in plan for step in steps if step.in_prompt)
+        stats = self.stats
+        stats.passes += 1
+        stats.prompt_tokens += prompt_tokens
+        stats.generated_tokens += sampled
+        stats.prefill_seconds += seconds * prompt_tokens / n_tokens
+        stats.decode_seconds += seconds * (n_tokens - prompt_tokens) / n_tokens
+        stats.sampling_seconds += sampling_seconds
+
+    def _inputs(
+        self, plan: list[list[Step]]
+    ) -> tuple[list[BatchInput], list[Step], list[list[_Scored]], list[ScoreRows | None]]:
+        inputs: list[BatchInput] = []
+        sampled_steps: list[Step] = []
+        scored_of: list[list[_Scored]] = []
+        scores_of: list[ScoreRows | None] = []
+        for steps in plan:
+            sequences: list[SequenceInput] = []
+            is_score: list[bool] = []
+            scored: list[_Scored] = []
+            targets: list[int] = []
+            first_sampled = len(sampled_steps)
+            for step in steps:
+                c = step.completion
+                known = c.prompt if step.in_prompt else c.tokens[-1:]
+                ids = known[c.n_stored : c.n_stored + step.n_tokens] if step.in_prompt else known
+                rows: list[int] = []
+                if step.in_prompt and c.score_from >= 0:
+                    # The row at position p tells of the token at p + 1.
+                    low = max(c.score_from - 1, c.n_stored)
+                    high = min(len(c.prompt) - 1, c.n_stored + step.n_tokens)
+                    if low < high:
+                        rows.extend(range(low - c.n_stored, high - c.n_stored))
+                        targets.extend(c.prompt[low + 1 : high + 1])
+                        is_score.extend([True] * (high - low))
+                        scored.append(_Scored(completion=c, positions=range(low + 1, high + 1)))
+                if step.samples:
+                    rows.append(step.n_tokens - 1)
+                    is_score.append(False)
+                    sampled_steps.append(step)
+                assert c.place is not None
+                total = len(c.prompt) if step.in_prompt else len(c.prompt) + len(c.tokens)
+                sequences.append(
+                    SequenceInput(
+                        sequence=c.place,
+                        token_ids=ids,
+                        total_len=total,
+                        decode=not step.in_prompt,
+                        rows=rows,
+                    )
+                )
+            num_top = max((s.completion.params.prompt_logprobs or 0 for s in scored), default=0)
+            scores = None
+            if targets:
+                device = self._runtime.device.torch_device
+                scores = ScoreRows(targets, num_top, self.vocab_size, device)
+            buffer = self._runtime.logits[first_sampled : len(sampled_steps)]
+            inputs.append(BatchInput(sequences=sequences, sink=BatchSink(buffer, is_score, scores)))
+            scored_of.append(scored)
+            scores_of.append(scores)
+        return inputs, sampled_steps, scored_of, scores_of
+
+    # -- results -----------------------------------------------------------------------------------------
+
+    def _note_scores(self, scored_of: list[list[_Scored]], scores_of: list[ScoreRows | None]) -> None:
+        for scored, scores in zip(scored_of, scores_of, strict=True):
+            if scores is None:
+                continue
+            values, greedy, top = scores.logprobs(), scores.greedy(), scores.top()
+            row = 0
+            for item in scored:
+                c = item.completion
+                request = self._requests[c.request_id]
+                assert request.prompt_logprobs is not None
+                for position in item.positions:
+                    request.prompt_logprobs.append(
+                        self._prompt_entry(c, position, values[row], greedy[row], top[row])
+                    )
+                    request.prompt_greedy.append(greedy[row])
+                    row += 1
+
+    def _prompt_entry(
+        self, c: Completion, position: int, value: float, greedy: bool, top: tuple[list[int], list[float]]
+    ) -> dict[int, Logprob]:
+        token = c.prompt[position]
+        n_top = c.params.prompt_logprobs or 0
+        ids, logprobs = top[0][:n_top], top[1][:n_top]
+        rank = 1 if greedy else ids.index(token) + 1 if token in ids else None
+        entry = {token: Logprob(logprob=value, rank=rank, decoded_token=self._token_text(token))}
+        for i, (other, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
+            if other not in entry:
+                entry[other] = Logprob(logprob=logprob, rank=i, decoded_token=self._token_text(other))
+        return entry
+
+    def _token_text(self, token_id: int) -> str | None:
+        if self._tokenizer is None or token_id >= self.vocab_size:
+            return None
+        return self._tokenizer.token_text(token_id)
+
+    def _sample(self, steps: list[Step]) -> list[RequestOutput]:
+        if not steps:
+            return []
+        logits = self._runtime.logits[: len(steps)]
+        states = [step.completion.sampling for step in steps]
+        result = sample(logits, states, vocab_size=self.vocab_size)
+        finished: list[RequestOutput] = []
+        for step, token, logprobs, valid in zip(
+            steps, result.token_ids, result.logprobs, result.valid, strict=True
+        ):
+            c = step.completion
+            if not valid:
+                raise RuntimeError(
+                    f"request {c.request_id}: the model gave no usable logits (NaN or infinity) at token "
+                    f"{len(c.prompt) + len(c.tokens)}; the checkpoint may be damaged, or its values overflow "
+                    f"in {self._runtime.executor.compute_dtype}; try --dtype float32"
+                )
+            done = self._take(c, token, logprobs)
+            if done is not None:
+                finished += self._end(c, *done)
+        return finished
+
+    def _take(
+        self, c: Completion, token: int, logprobs: TokenLogprobs | None
+    ) -> tuple[str, int | str | None] | None:
+        """Add a sampled token; (finish reason, stop reason) if the answer ends with it."""
+        c.tokens.append(token)
+        c.sampling.observe(token)
+        if logprobs is not None:
+            c.cumulative_logprob += logprobs.logprob
+            c.logprobs.append(logprobs.as_dict(self._token_text))  # type: ignore[arg-type]
+        if len(c.tokens) >= c.params.min_tokens:
+            if token in (c.params.stop_token_ids or ()):
+                return FINISH_STOP, token
+            if token in self._eos and not c.params.ignore_eos:
+                return FINISH_STOP, None
+        if c.detokenizer is not None:
+            c.detokenizer.feed(token)
+            if c.detokenizer.stopped_by is not None:
+                return FINISH_STOP, c.detokenizer.stopped_by
+        if len(c.tokens) >= c.max_tokens:
+            return FINISH_LENGTH, None
+        return None
+
+    def _end(self, c: Completion, finish_reason: str, stop_reason: int | str | None) -> list[RequestOutput]:
+        self._scheduler.finish(c)
+        text = ""
+        if c.detokenizer is not None:
+            c.detokenizer.finish()
+            if c.detokenizer.stopped_by is not None and finish_reason == FINISH_LENGTH:
+                finish_reason, stop_reason = FINISH_STOP, c.detokenizer.stopped_by
+            text = c.detokenizer.text
+        wants = c.params.logprobs is not None
+        request = self._requests[c.request_id]
+        request.outputs[c.index] = CompletionOutput(
+            index=c.index,
+            text=text,
+            token_ids=c.tokens,
+            cumulative_logprob=c.cumulative_logprob if wants else None,
+            logprobs=c.logprobs if wants else None,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+        return self._collect(c.request_id)
+
+    def _end_scoring(self, plan: list[list[Step]]) -> list[RequestOutput]:
+        finished: list[RequestOutput] = []
+        for steps in plan:
+            for step in steps:
+                c = step.completion
+                if step.ends_prompt and c.max_tokens == 0:
+                    finished += self._end(c, FINISH_LENGTH, None)
+        return finished
+
+    def _collect(self, request_id: str) -> list[RequestOutput]:
+        """The request's output if all its completions have ended."""
+        request = self._requests[request_id]
+        if any(output is None for output in request.outputs):
+            return []
+        del self._requests[request_id]
+        prompt_logprobs = request.prompt_logprobs
+        if prompt_logprobs is not None:
+            missing = len(request.prompt) - len(prompt_logprobs)
+            prompt_logprobs = [None] * missing + prompt_logprobs
+        return [
+            RequestOutput(
+                request_id=request_id,
+                prompt=request.text,
+                prompt_token_ids=request.prompt,
+                prompt_logprobs=prompt_logprobs,
+                outputs=[output for output in request.outputs if output is not None],
+            )
+        ]
+
+    def close(self) -> None:
+        """Let go of memory, threads and spill files."""
+        self._runtime.close()

@@ -1,0 +1,391 @@
+"""The Python API: a model by name, prompts in, texts out. Names follow vLLM's offline classes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from flexrun.chat import ChatTemplate, encode_chat
+from flexrun.checkpoint.open_model import OpenedModel, open_model
+from flexrun.defaults import Wish, default_policy
+from flexrun.engine import Engine
+from flexrun.request import RequestError, RequestOutput, SamplingParams
+from flexrun.runtime import DTYPE_NAMES, Runtime, layout_footprint
+from flexrun.tokenizer import Tokenizer
+from offload.device import Device, make_device
+from offload.host import free_disk_bytes, host_memory, parse_bytes
+from offload.memory import TierBudgets
+from offload.trace import Trace
+from policy.tiers import Placement, Policy, ScheduleName, Tier
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+
+# Kept free beside the budget for the interpreter, libraries and what torch allocates in passing.
+_HEADROOM_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-likelihood of a continuation. logprobs: of each of its tokens; is_greedy: all are the likeliest."""
+
+    logprob: float
+    logprobs: list[float]
+    token_ids: list[int]
+    is_greedy: bool
+
+
+class LLM:
+    """A language model, placed and ready.
+
+    Args:
+        model: a folder, a .gguf file, a packed folder, org/name in the local Hugging Face cache, or a preset
+            with dummy_weights=True.
+        device: "auto", "cpu", "cuda", ...; with gpu_mem on a CPU the gpu tier is emulated.
+        dtype: precision of the computation: "auto", "float32", "bfloat16" or "float16".
+        weight_format, cache_format: as stored in the checkpoint and in the compute type by default; names
+            as in quant.formats and quant.kv_formats. Nothing is quantised unless asked for.
+        policy: a Policy; or None and the single fields (weights, cache, activations, gpu_batch_size, ...).
+        gpu_mem, cpu_mem, disk_mem: budgets ("12GiB", "80%", bytes). disk_dir: folder for spill files.
+        max_model_len: most tokens of a sequence, at most the model's positions.
+        prompt_len, gen_len, num_requests: what is known of the work; sizes the block.
+    Raises ValueError (CheckpointError, MemoryBudgetError and others derive from it or OSError) with the remedy.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        tokenizer: Tokenizer | str | Path | None = None,
+        weight_format: str = "auto",
+        cache_format: str = "auto",
+        policy: Policy | None = None,
+        weights: Placement | None = None,
+        cache: Placement | None = None,
+        activations: Placement | None = None,
+        gpu_batch_size: int | None = None,
+        num_gpu_batches: int | None = None,
+        cpu_attention_frac: float = 0.0,
+        overlap: bool = True,
+        schedule: ScheduleName = "refill",
+        gpu_mem: str | int | None = None,
+        cpu_mem: str | int | None = None,
+        disk_mem: str | int | None = None,
+        disk_dir: str | Path | None = None,
+        max_model_len: int | None = None,
+        prompt_len: int | None = None,
+        gen_len: int | None = None,
+        num_requests: int | None = None,
+        pass_tokens: int | None = None,
+        page_tokens: int = 64,
+        dummy_weights: bool = False,
+        seed: int = 0,
+        trace: Trace | None = None,
+    ) -> None:
+        if policy is not None:
+            weight_format = policy.weight_format if weight_format == "auto" else weight_format
+            cache_format = policy.cache_format if cache_format == "auto" else cache_format
+        self.device, budgets = _device_and_budgets(device, gpu_mem, cpu_mem, disk_mem, disk_dir)
+        compute_dtype = self.device.compute_dtype(dtype)
+        opened = open_model(str(model), weight_format=weight_format, dummy_weights=dummy_weights, seed=seed)
+        self.opened: OpenedModel = opened
+        self.config = opened.config
+        self.notes: list[str] = [*self.device.notes, *opened.notes]
+        self.tokenizer = _tokenizer(tokenizer, opened)
+        self.chat_template: ChatTemplate | None = opened.chat_template()
+        limit = opened.model.max_positions
+        reason = "positions of the model"
+        if max_model_len is not None:
+            if max_model_len > limit:
+                raise ValueError(f"max_model_len {max_model_len} is beyond the model's {limit} positions")
+            limit, reason = max_model_len, "tokens set by --max-model-len"
+        footprint = layout_footprint(opened.model, opened.source, opened.name)
+        wish = Wish(
+            weights=weights,
+            cache=cache,
+            activations=activations,
+            gpu_batch_size=gpu_batch_size,
+            num_gpu_batches=num_gpu_batches,
+            cache_format=cache_format,
+            cpu_attention_frac=cpu_attention_frac,
+            overlap=overlap,
+            schedule=schedule,
+        )
+        if policy is not None:
+            wish = Wish(
+                weights=policy.weights,
+                cache=policy.cache,
+                activations=policy.activations,
+                gpu_batch_size=policy.gpu_batch_size,
+                num_gpu_batches=policy.num_gpu_batches,
+                cache_format=cache_format,
+                cpu_attention_frac=policy.cpu_attention_frac,
+                overlap=policy.overlap,
+                schedule=policy.schedule,
+            )
+        chosen, limits = default_policy(
+            footprint,
+            wish,
+            budgets=budgets,
+            first_tier=self.device.first_tier,
+            compute_dtype=DTYPE_NAMES[compute_dtype],
+            max_model_len=limit,
+            prompt_len=prompt_len,
+            gen_len=gen_len,
+            num_requests=num_requests,
+            page_tokens=page_tokens,
+            pass_tokens=pass_tokens,
+        )
+        self.policy = replace(chosen, weight_format=weight_format)
+        source = opened.source
+        if self.policy.weights.disk_frac > 0:
+            source = opened.streamable_source(self._needs_disk(opened))
+        self.runtime = Runtime(
+            opened.model,
+            source,
+            name=opened.name,
+            policy=self.policy,
+            limits=limits,
+            device=self.device,
+            compute_dtype=compute_dtype,
+            budgets=budgets,
+            disk_dir=Path(disk_dir) if disk_dir is not None else None,
+            len_limit_reason=reason,
+            trace=trace,
+        )
+        self.notes += self.runtime.notes()
+        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        self.engine = Engine(
+            self.runtime, tokenizer=self.tokenizer, eos_token_ids=(*eos, *opened.eos_token_ids)
+        )
+        self._ids = itertools.count()
+
+    @staticmethod
+    def _needs_disk(opened: OpenedModel) -> bool:
+        return any(opened.source.extents(unit) is None for unit in opened.model.units if not unit.pinned)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt and answer together."""
+        return self.engine.max_model_len
+
+    # -- use ---------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        """Token ids of a prompt (text, ids, or {"prompt": ...} / {"prompt_token_ids": [...]}) and its text.
+
+        Raises RequestError.
+        """
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                ids, text = self.encode(prompt["prompt_token_ids"])
+                given = prompt.get("prompt")
+                return ids, given if isinstance(given, str) else text
+            if "prompt" in prompt:
+                return self.encode(prompt["prompt"])
+            raise RequestError(
+                f"a prompt object needs prompt or prompt_token_ids, found {sorted(map(str, prompt))}"
+            )
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "this model folder has no tokenizer, so prompts must be token ids; got text. "
+                    "Add tokenizer.json to the folder to use text"
+                )
+            return self.tokenizer.encode(prompt), prompt
+        ids = list(prompt)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise RequestError("a prompt given as a list must hold token ids (whole numbers) only")
+        return ids, None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, in order. One SamplingParams for all, or one per prompt.
+
+        A list of ints is one prompt; a list of anything else is several. Raises RequestError for a prompt
+        that can never run, before anything runs.
+        """
+        many = _as_list(prompts)
+        return self._run([self.encode(prompt) for prompt in many], sampling_params)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or several."""
+        if messages and isinstance(messages[0], Mapping):
+            messages = [messages]  # type: ignore[list-item]
+        prompts = [self.encode_chat(m, add_generation_prompt=add_generation_prompt) for m in messages]  # type: ignore[arg-type]
+        return self._run(prompts, sampling_params)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> tuple[list[int], str]:
+        """Token ids and text of a conversation by the model's chat template. Raises RequestError."""
+        if self.tokenizer is None or self.chat_template is None:
+            lacks = "tokenizer" if self.tokenizer is None else "chat template"
+            raise RequestError(f"this model has no {lacks}, so it takes no messages; use a plain prompt")
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return encode_chat(self.tokenizer, text), text
+
+    def score(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> list[Score]:
+        """Log-likelihood of each continuation given its context: one prefill each, nothing generated.
+
+        An empty context is replaced by the model's BOS (or EOS) token.
+        """
+        ids: list[str] = []
+        lengths: list[int] = []
+        for context, continuation in pairs:
+            head = self.encode(context)[0] if context else []
+            tail = self._continuation(context, continuation, head)
+            if not head:
+                head = [self._start_token()]
+            name = f"score-{next(self._ids)}"
+            self.engine.add_request(name, head + tail, SamplingParams(max_tokens=1), score_from=len(head))
+            ids.append(name)
+            lengths.append(len(tail))
+        done = self._drain(ids)
+        return [_score(done[name], n) for name, n in zip(ids, lengths, strict=True)]
+
+    def _continuation(self, context: Prompt, continuation: Prompt, head: list[int]) -> list[int]:
+        if isinstance(context, str) and isinstance(continuation, str) and self.tokenizer is not None:
+            whole = self.tokenizer.encode(context + continuation)
+            if whole[: len(head)] == head and len(whole) > len(head):
+                return whole[len(head) :]
+            return self.tokenizer.encode(continuation, add_special_tokens=False)
+        return self.encode(continuation)[0]
+
+    def _start_token(self) -> int:
+        if self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
+            return self.tokenizer.bos_token_id
+        eos = self.opened.eos_token_ids
+        if eos:
+            return eos[0]
+        raise RequestError("an empty context needs a BOS or EOS token, and this model names none")
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[list[int], str | None]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(prompts):
+                raise ValueError(
+                    f"{len(prompts)} prompts need as many SamplingParams or one, got {len(params)}"
+                )
+        names: list[str] = []
+        try:
+            for (ids, text), param in zip(prompts, params, strict=True):
+                name = f"request-{next(self._ids)}"
+                self.engine.add_request(name, ids, param, text)
+                names.append(name)
+        except ValueError:
+            for name in names:
+                self.engine.abort(name)
+            raise
+        done = self._drain(names)
+        return [done[name] for name in names]
+
+    def _drain(self, names: Sequence[str]) -> dict[str, RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        while len(done) < len(names):
+            for output in self.engine.step():
+                done[output.request_id] = output
+        return done
+
+    def close(self) -> None:
+        """Let go of memory, threads and spill files."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _score(output: RequestOutput, n_tokens: int) -> Score:
+    assert output.prompt_logprobs is not None
+    ids = output.prompt_token_ids[-n_tokens:]
+    entries = output.prompt_logprobs[-n_tokens:]
+    chosen = [entry[token] for entry, token in zip(entries, ids, strict=True) if entry is not None]
+    values = [c.logprob for c in chosen]
+    return Score(
+        logprob=sum(values), logprobs=values, token_ids=ids, is_greedy=all(c.rank == 1 for c in chosen)
+    )
+
+
+def _tokenizer(given: Tokenizer | str | Path | None, opened: OpenedModel) -> Tokenizer | None:
+    if isinstance(given, Tokenizer):
+        return given
+    if given is not None:
+        from flexrun.tokenizer import load_tokenizer
+
+        return load_tokenizer(given)
+    return opened.tokenizer()
+
+
+def _device_and_budgets(
+    name: str,
+    gpu_mem: str | int | None,
+    cpu_mem: str | int | None,
+    disk_mem: str | int | None,
+    disk_dir: str | Path | None,
+) -> tuple[Device, TierBudgets]:
+    """The device and what may be used of each tier: as given, else what is free less some headroom."""
+    memory = host_memory()
+    total_gpu: int | None = None
+    if name != "cpu" and torch.accelerator.is_available():
+        probe = make_device(name).gpu_memory()
+        total_gpu = probe[1] if probe else None
+    gpu_bytes = (
+        parse_bytes(gpu_mem, total_bytes=total_gpu or memory.total_bytes, what="--gpu-mem")
+        if gpu_mem is not None
+        else None
+    )
+    device = make_device(name, gpu_bytes)
+    if gpu_bytes is None and device.is_accelerator:
+        free = device.gpu_memory()
+        gpu_bytes = int(free[0] * 0.9) if free else 0
+    if cpu_mem is not None:
+        cpu_bytes = parse_bytes(cpu_mem, total_bytes=memory.total_bytes, what="--cpu-mem")
+    else:
+        taken = gpu_bytes or 0 if device.kind == "emulated" else 0
+        cpu_bytes = max(0, int(memory.available_bytes * 0.9) - _HEADROOM_BYTES - taken)
+    folder = Path(disk_dir) if disk_dir is not None else Path.cwd()
+    while not folder.exists():
+        folder = folder.parent
+    free_bytes = free_disk_bytes(folder)
+    disk_bytes = (
+        parse_bytes(disk_mem, total_bytes=free_bytes, what="--disk-mem")
+        if disk_mem is not None
+        else free_bytes
+    )
+    return device, TierBudgets(gpu_bytes=gpu_bytes or 0, cpu_bytes=cpu_bytes, disk_bytes=disk_bytes)
+
+
+__all__ = ["LLM", "Prompt", "Score", "Tier"]
