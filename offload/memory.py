@@ -105,6 +105,7 @@ class Arena:
             if status != 0:
                 raise RuntimeError(f"status {status}")
         except (AttributeError, RuntimeError) as error:
+            _clear_device_error(device)
             self.notes += (
                 f"{self.name}: could not pin {format_bytes(self.capacity_bytes)} of memory ({error}); "
                 f"copies to the {device.kind} device will be slower (is the locked-memory limit, ulimit -l, "
@@ -180,6 +181,14 @@ def _mapped(name: str, n_bytes: int) -> torch.Tensor:
         except OSError:  # a kernel without huge pages
             pass
     return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _clear_device_error(device: Device) -> None:
+    """The runtime remembers a refused call and blames the next kernel launch: let that be this one."""
+    try:
+        torch.ones(1, device=device.torch_device)
+    except RuntimeError:
+        pass
 
 
 def _unregister(runtime: Any, flat: torch.Tensor) -> None:
