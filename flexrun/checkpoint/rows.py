@@ -1,0 +1,200 @@
+"""Tensors of a checkpoint as rows of output features, whatever their container stores.
+
+A reader gives any range of rows as values, or packed exactly as the checkpoint holds them. What a tensor can
+be kept as is known from its header alone: `native` is the format that keeps it bit for bit (None if there is
+none), `plain` the narrowest plain format that holds its values without loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flexrun.checkpoint.base import CheckpointError, TensorInfo
+from flexrun.checkpoint.reading import MAX_IO_BYTES, TORCH_DTYPES, read_dense, read_into, read_tensor
+from quant.formats import WeightFormat, parse_format
+from quant.packed import PackedTensor, empty_packed
+
+# How much of a tensor is held unpacked at a time while it is converted, as fp32.
+BLOCK_BYTES = 32 << 20
+
+_PLAIN_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_WIDENED = {"F64": "f32", "F8_E4M3": "bf16", "F8_E5M2": "bf16"}
+_BLOCK_FORMATS = {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+
+
+class FileRange(NamedTuple):
+    """Bytes of a file."""
+
+    file: Path
+    offset_bytes: int
+    nbytes: int
+
+
+class RowReader(Protocol):
+    """One tensor of a checkpoint: `n_rows` rows of `width` values (single elements for a vector, width 0).
+
+    quantized: its values are codes and parameters in the checkpoint, not numbers; stored_type names their kind.
+    """
+
+    name: str
+    stored_type: str
+    n_rows: int
+    width: int
+    plain: WeightFormat
+    native: WeightFormat | None
+    quantized: bool
+
+    def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows start..stop as floating point: (rows, width), or (rows,) for a vector."""
+        ...
+
+    def packed(self, start: int, stop: int) -> PackedTensor:
+        """Rows start..stop in the native format, which is not a plain one."""
+        ...
+
+    def where(self, start: int, stop: int) -> FileRange | None:
+        """Where the rows lie in the file exactly as the native format stores them; None if they do not."""
+        ...
+
+    def read_where(self, start: int, stop: int, out: Tensor) -> None:
+        """Read the bytes that `where` names into out (uint8, contiguous)."""
+        ...
+
+
+class PlainReader:
+    """Floating-point numbers, row by row. Three dimensions count as one tall matrix."""
+
+    quantized = False
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info if len(info.shape) < 3 else _flattened(info)
+        self.name = info.name
+        self.stored_type = info.dtype
+        self.n_rows = self._info.n_rows
+        self.width = self._info.shape[1] if len(self._info.shape) == 2 else 0
+        self.plain = parse_format(_PLAIN_FORMATS.get(info.dtype) or _WIDENED[info.dtype])
+        self.native = self.plain if info.dtype in _PLAIN_FORMATS else None
+
+    def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return read_dense(self._info, dtype, slice(start, stop))
+
+    def packed(self, start: int, stop: int) -> PackedTensor:
+        raise TypeError(f"tensor {self.name}: {self._info.dtype} is not packed")
+
+    def where(self, start: int, stop: int) -> FileRange | None:
+        row_nbytes = self._info.row_nbytes
+        offset = self._info.offset_bytes + start * row_nbytes
+        return FileRange(self._info.file, offset, (stop - start) * row_nbytes) if self.native else None
+
+    def read_where(self, start: int, stop: int, out: Tensor) -> None:
+        read_into(self._info, out, slice(start, stop))
+
+
+class TransposedReader:
+    """Floating-point numbers stored (in_features, out_features); rows are the output features."""
+
+    quantized = False
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info
+        self.name = info.name
+        self.stored_type = info.dtype
+        self.width, self.n_rows = info.shape
+        self.plain = parse_format(_PLAIN_FORMATS.get(info.dtype) or _WIDENED[info.dtype])
+        self.native = self.plain if info.dtype in _PLAIN_FORMATS else None
+        self.as_stored = PlainReader(info)
+
+    def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return read_columns(self._info, start, stop).to(dtype).t().contiguous()
+
+    def packed(self, start: int, stop: int) -> PackedTensor:
+        raise TypeError(f"tensor {self.name}: {self._info.dtype} is not packed")
+
+    def where(self, start: int, stop: int) -> FileRange | None:
+        return None
+
+    def read_where(self, start: int, stop: int, out: Tensor) -> None:
+        raise TypeError(f"tensor {self.name}: its rows do not lie together")
+
+
+class GgufReader:
+    """A block-quantised matrix of a GGUF file. Types without a format of their own unpack to `unpacked`."""
+
+    quantized = True
+
+    def __init__(self, info: TensorInfo, unpacked: WeightFormat) -> None:
+        self._info = info if len(info.shape) < 3 else _flattened(info)
+        self.name = info.name
+        self.stored_type = info.dtype
+        self.n_rows, self.width = self._info.shape
+        self.plain = unpacked
+        name = _BLOCK_FORMATS.get(info.dtype)
+        self.native = None if name is None else parse_format(name)
+
+    def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return read_dense(self._info, dtype, slice(start, stop))
+
+    def packed(self, start: int, stop: int) -> PackedTensor:
+        assert self.native is not None
+        rows = empty_packed(self.native, (stop - start, self.width))
+        read_into(self._info, rows.buffer, slice(start, stop))
+        return rows
+
+    def where(self, start: int, stop: int) -> FileRange | None:
+        if self.native is None or self.native.kind != "block":
+            return None
+        row_nbytes = self._info.row_nbytes
+        offset = self._info.offset_bytes + start * row_nbytes
+        return FileRange(self._info.file, offset, (stop - start) * row_nbytes)
+
+    def read_where(self, start: int, stop: int, out: Tensor) -> None:
+        read_into(self._info, out, slice(start, stop))
+
+
+def open_rows(info: TensorInfo, *, transposed: bool, unpacked: WeightFormat) -> RowReader:
+    """A reader of one stored tensor. transposed: it lies as (in_features, out_features).
+
+    Raises CheckpointError for a type that holds no weights.
+    """
+    if info.is_block_quantized:
+        if len(info.shape) < 2 or transposed:
+            shape = "a vector" if len(info.shape) < 2 else "stored (in, out)"
+            raise CheckpointError(
+                f"{info.dtype} blocks of {shape} cannot be read as rows", file=info.file, tensor=info.name
+            )
+        return GgufReader(info, unpacked)
+    if info.dtype not in _PLAIN_FORMATS and info.dtype not in _WIDENED:
+        raise CheckpointError(
+            "its type holds no weights",
+            file=info.file,
+            tensor=info.name,
+            found=info.dtype,
+            expected=f"one of {', '.join((*_PLAIN_FORMATS, *_WIDENED))}",
+        )
+    return TransposedReader(info) if transposed and len(info.shape) == 2 else PlainReader(info)
+
+
+def read_columns(info: TensorInfo, start: int, stop: int) -> Tensor:
+    """Columns start..stop of a matrix in its stored type, (rows, stop - start).
+
+    All of it is read, in slabs of rows: files have no other direction.
+    """
+    out = torch.empty((info.n_rows, stop - start), dtype=TORCH_DTYPES[info.dtype])
+    step = max(1, MAX_IO_BYTES // max(1, info.row_nbytes))
+    for first in range(0, info.n_rows, step):
+        last = min(first + step, info.n_rows)
+        out[first:last] = read_tensor(info, slice(first, last))[:, start:stop]
+    return out
+
+
+def _flattened(info: TensorInfo) -> TensorInfo:
+    *outer, width = info.shape
+    n_rows = 1
+    for size in outer:
+        n_rows *= size
+    return dataclasses.replace(info, shape=(n_rows, width))

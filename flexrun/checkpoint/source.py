@@ -1,0 +1,381 @@
+"""A checkpoint as a source of weights: each unit's tensors in one run of bytes, stacked, cut and converted.
+
+What a tensor is stored as is decided from headers alone, so that sizes are exact before anything is read.
+Filling streams: bytes that lie in the file as they are wanted are read straight into the run, everything else
+passes through row blocks of at most 32 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexrun.checkpoint.base import Checkpoint
+from flexrun.checkpoint.rows import BLOCK_BYTES, FileRange, RowReader, TransposedReader, open_rows
+from flexrun.model.assemble import DecoderModel
+from flexrun.model.mapping import match_tensors
+from offload.units import TensorPart, TensorSpec, Unit
+from offload.weights import Extent, TensorSlot, UnitLayout, unit_layout
+from quant.formats import WeightFormat, parse_format
+from quant.packed import PackedTensor, empty_packed
+
+AUTO = "auto"
+PackRows = Callable[[Tensor, WeightFormat, str], PackedTensor]  # values, format, the tensor's name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows start..stop of a source, at dest_row of a tensor. heads: see TensorPart.unpermute_heads."""
+
+    reader: RowReader
+    start: int
+    stop: int
+    dest_row: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """How one tensor of a unit is stored and what it is made of."""
+
+    spec: TensorSpec
+    format: WeightFormat
+    pieces: tuple[Piece, ...]
+    transposed: bool
+
+
+class CheckpointSource:
+    """Weights of a Hugging Face or GGUF checkpoint for a built model (offload.weights.WeightSource).
+
+    weight_format: "auto" keeps what the checkpoint has, bit for bit where a format for it exists; a plain or
+        affine format's name converts all matrices and tables while they are filled in. Vectors always keep
+        the checkpoint's floating type.
+    unpacked_format: the plain format for quantised tensors that cannot stay packed (types without a format,
+        or stacked from parts quantised differently). f32 loses nothing; bf16 suits bf16 arithmetic.
+    method: the quantiser of affine formats, "search" or "minmax".
+    notes: what was decided that the user may want to know.
+    Raises ModelConfigError where names or shapes do not match the model, CheckpointError for tensors that
+    cannot be used, ValueError for an unknown format.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: DecoderModel,
+        weight_format: str = AUTO,
+        *,
+        unpacked_format: str = "f32",
+        method: str = "search",
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.weight_format = weight_format
+        self.method = method
+        self._wanted = None if weight_format == AUTO else _writable(weight_format)
+        self._unpacked = parse_format(unpacked_format)
+        if not self._unpacked.is_plain:
+            raise ValueError(f"unpacked_format must be f32, f16 or bf16, got {unpacked_format!r}")
+        self._names = match_tensors(model.config, model.units, checkpoint.tensors)
+        self._readers: dict[tuple[str, bool], RowReader] = {}
+        self._mixed: dict[str, set[str]] = {}
+        self._plans: dict[str, dict[str, TensorPlan]] = {
+            unit.name: {spec.name: self._plan(spec) for spec in unit.tensors} for unit in model.units
+        }
+        self._tables = {
+            plan.spec.parts: plan
+            for plans in self._plans.values()
+            for plan in plans.values()
+            if plan.spec.kind == "rows"
+        }
+        self.notes = tuple(self._make_notes())
+
+    # -- what is stored --------------------------------------------------------------------------------
+
+    def formats_of(self, unit: Unit) -> dict[str, WeightFormat]:
+        """Tensor name -> format, tables included."""
+        return {name: plan.format for name, plan in self._plans[unit.name].items()}
+
+    def unit_nbytes(self, unit: Unit) -> int:
+        """Bytes of the unit's run (tables are apart)."""
+        return self.layout(unit).nbytes
+
+    def layout(self, unit: Unit) -> UnitLayout:
+        plans = self._plans[unit.name]
+        transposed = frozenset(name for name, plan in plans.items() if plan.transposed)
+        return unit_layout(unit.tensors, self.formats_of(unit), transposed)
+
+    def table_format(self, spec: TensorSpec) -> WeightFormat:
+        return self._table(spec).format
+
+    def extents(self, unit: Unit) -> list[Extent] | None:
+        """Where the unit lies in the checkpoint's files, if all of it lies there as it is stored."""
+        plans = self._plans[unit.name]
+        found: list[Extent] = []
+        for slot in self.layout(unit).slots:
+            plan = plans[slot.name]
+            offset = slot.offset_bytes
+            for piece in plan.pieces:
+                where = _place(plan, piece)
+                if where is None:
+                    return None
+                found.append(
+                    Extent(
+                        file=where.file,
+                        offset_bytes=where.offset_bytes,
+                        nbytes=where.nbytes,
+                        dest_offset=offset,
+                    )
+                )
+                offset += where.nbytes
+        return _merged(found)
+
+    # -- filling ---------------------------------------------------------------------------------------
+
+    def fill(self, unit: Unit, run: Tensor) -> None:
+        layout = self.layout(unit)
+        if run.dtype != torch.uint8 or run.numel() != layout.nbytes:
+            raise ValueError(
+                f"unit {unit.name} takes {layout.nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
+            )
+        end = 0
+        for slot in layout.slots:
+            run[end : slot.offset_bytes].zero_()
+            end = slot.offset_bytes + slot.nbytes
+            self._fill_slot(self._plans[unit.name][slot.name], slot, run)
+        run[end:].zero_()
+
+    def fill_table(self, spec: TensorSpec, run: Tensor) -> None:
+        plan = self._table(spec)
+        nbytes = plan.format.nbytes(spec.shape)
+        if run.dtype != torch.uint8 or run.numel() != nbytes:
+            raise ValueError(
+                f"table {spec.name} takes {nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
+            )
+        slot = TensorSlot(
+            name=spec.name,
+            shape=spec.shape,
+            format=plan.format,
+            offset_bytes=0,
+            nbytes=nbytes,
+            is_linear=True,
+        )
+        self._fill_slot(plan, slot, run)
+
+    def _fill_slot(self, plan: TensorPlan, slot: TensorSlot, run: Tensor) -> None:
+        raw = run[slot.offset_bytes : slot.offset_bytes + slot.nbytes]
+        view = slot.view(run)
+        if isinstance(view, PackedTensor):
+            zero_gaps(view)
+            _fill_packed(plan, view, self._pack_rows)
+        elif plan.transposed:
+            reader = plan.pieces[0].reader
+            assert isinstance(reader, TransposedReader)
+            _fill_plain(reader.as_stored, 0, reader.width, 0, view.t(), raw)
+        else:
+            for piece in plan.pieces:
+                begin = piece.dest_row
+                target = view[begin : begin + piece.stop - piece.start]
+                row_nbytes = slot.nbytes // slot.shape[0]
+                target_raw = raw[begin * row_nbytes : (begin + piece.stop - piece.start) * row_nbytes]
+                _fill_plain(piece.reader, piece.start, piece.stop, piece.heads, target, target_raw)
+
+    def _pack_rows(self, values: Tensor, fmt: WeightFormat, name: str) -> PackedTensor:
+        from quant.pack import quantize
+
+        return quantize(values, fmt, method=self.method, name=name)
+
+    # -- decisions -------------------------------------------------------------------------------------
+
+    def _table(self, spec: TensorSpec) -> TensorPlan:
+        plan = self._tables.get(spec.parts)
+        if plan is None:
+            raise ValueError(f"{spec.name} is not a table of this model")
+        return plan
+
+    def _reader(self, part: TensorPart, transposed: bool) -> RowReader:
+        name = self._names[part.source]
+        if (name, transposed) not in self._readers:
+            info = self.checkpoint.tensors[name]
+            self._readers[name, transposed] = open_rows(info, transposed=transposed, unpacked=self._unpacked)
+        return self._readers[name, transposed]
+
+    def _plan(self, spec: TensorSpec) -> TensorPlan:
+        pieces: list[Piece] = []
+        row = 0
+        for part in spec.parts:
+            reader = self._reader(part, spec.transposed and len(spec.shape) == 2)
+            for start, stop in self._row_ranges(spec, part, reader):
+                pieces.append(
+                    Piece(reader=reader, start=start, stop=stop, dest_row=row, heads=part.unpermute_heads)
+                )
+                row += stop - start
+        assert row == spec.shape[0], f"{spec.name}: {row} rows of {spec.shape[0]}"
+        fmt = self._format(spec, [piece.reader for piece in pieces])
+        whole = len(pieces) == 1 and pieces[0].stop - pieces[0].start == pieces[0].reader.n_rows
+        transposed = fmt.is_plain and whole and isinstance(pieces[0].reader, TransposedReader)
+        return TensorPlan(spec=spec, format=fmt, pieces=tuple(pieces), transposed=transposed)
+
+    def _row_ranges(self, spec: TensorSpec, part: TensorPart, reader: RowReader) -> list[tuple[int, int]]:
+        if part.rows is None:
+            return [(0, reader.n_rows)]
+        shape = self.checkpoint.tensors[self._names[part.source]].shape
+        # A row of a three-dimensional source is a whole matrix, of which the reader makes one tall one.
+        step = shape[1] if len(shape) == 3 and len(spec.shape) == 2 else 1
+        return [(start * step, stop * step) for start, stop in part.rows]
+
+    def _format(self, spec: TensorSpec, readers: Sequence[RowReader]) -> WeightFormat:
+        if spec.kind != "vector" and self._wanted is not None:
+            return self._wanted
+        native = readers[0].native
+        if native is not None and all(reader.native == native for reader in readers):
+            return native
+        stored = {reader.stored_type for reader in readers if reader.quantized}
+        fmt = _widest([reader.plain for reader in readers])
+        if stored:
+            self._mixed.setdefault(" + ".join(sorted(stored)), set()).add(fmt.name)
+        return fmt
+
+    def _make_notes(self) -> Iterable[str]:
+        for stored, formats in sorted(self._mixed.items()):
+            why = "parts of one matrix are quantised differently" if "+" in stored else "no packed form"
+            yield (
+                f"{stored} tensors are held as {', '.join(sorted(formats))} ({why}); "
+                "--weight-format int8-g32 or int4-g64 makes them small again"
+            )
+
+
+def zero_gaps(packed: PackedTensor) -> None:
+    """Zero the bytes between and after the parts of a packed tensor, so that equal tensors have equal bytes."""
+    end = 0
+    for part in packed.format.parts(packed.shape):
+        packed.buffer[end : part.offset_bytes].zero_()
+        end = part.offset_bytes + part.nbytes
+    packed.buffer[end:].zero_()
+
+
+def put_rows(dest: PackedTensor, dest_row: int, rows: PackedTensor) -> None:
+    """Copy all rows of a packed tensor into another one of the same format and width."""
+    n = rows.shape[0]
+    for name, part in rows.to_parts().items():
+        target = dest.part(name)
+        if name == "permutation":
+            target.copy_(part)
+        else:
+            target[dest_row : dest_row + n].copy_(part)
+
+
+def row_blocks(start: int, stop: int, width: int) -> Iterable[tuple[int, int]]:
+    """start..stop cut into ranges of rows that take at most BLOCK_BYTES as fp32 (one row at least)."""
+    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
+
+
+def _writable(name: str) -> WeightFormat:
+    fmt = parse_format(name)
+    if fmt.kind == "block" or fmt.permuted:
+        raise ValueError(
+            f"weights cannot be converted to {name}: it only exists for checkpoints that have it already; "
+            "choose f32, f16, bf16 or an affine format such as int4-g64"
+        )
+    return fmt
+
+
+def _widest(formats: Sequence[WeightFormat]) -> WeightFormat:
+    """The narrowest plain format that holds the values of all of these."""
+    names = {fmt.name for fmt in formats}
+    return formats[0] if len(names) == 1 else parse_format("f32")
+
+
+def _place(plan: TensorPlan, piece: Piece) -> FileRange | None:
+    """Where a piece lies in a file exactly as the plan stores it."""
+    reader = piece.reader
+    if plan.format != reader.native or piece.heads:
+        return None
+    if plan.transposed:
+        assert isinstance(reader, TransposedReader)
+        return reader.as_stored.where(0, reader.as_stored.n_rows)
+    return reader.where(piece.start, piece.stop)
+
+
+def _merged(extents: Sequence[Extent]) -> list[Extent]:
+    """Neighbours in the file that are neighbours in the run too become one extent."""
+    out: list[Extent] = []
+    for extent in extents:
+        last = out[-1] if out else None
+        if (
+            last is not None
+            and last.file == extent.file
+            and last.offset_bytes + last.nbytes == extent.offset_bytes
+            and last.dest_offset + last.nbytes == extent.dest_offset
+        ):
+            nbytes = last.nbytes + extent.nbytes
+            out[-1] = Extent(
+                file=last.file, offset_bytes=last.offset_bytes, nbytes=nbytes, dest_offset=last.dest_offset
+            )
+        else:
+            out.append(extent)
+    return out
+
+
+def _fill_plain(
+    reader: RowReader, start: int, stop: int, heads: int, target: Tensor, target_raw: Tensor
+) -> None:
+    """Rows start..stop into target (rows, width) or (rows,); target_raw: the same memory as bytes."""
+    native = reader.native
+    straight = native is not None and native.is_plain and getattr(torch, native.plain_dtype) == target.dtype
+    if straight and not heads and reader.where(start, stop) is not None:
+        reader.read_where(start, stop, target_raw)
+        return
+    for first, last in row_blocks(start, stop, reader.width):
+        target[first - start : last - start] = _values(reader, first, last, heads, target.dtype)
+
+
+def _fill_packed(plan: TensorPlan, dest: PackedTensor, pack: PackRows) -> None:
+    for piece in plan.pieces:
+        reader, offset = piece.reader, piece.dest_row - piece.start
+        as_is = reader.native == plan.format
+        if as_is and plan.format.kind == "block" and not piece.heads:
+            row_nbytes = dest.nbytes // dest.shape[0]
+            begin, end = (piece.start + offset) * row_nbytes, (piece.stop + offset) * row_nbytes
+            reader.read_where(piece.start, piece.stop, dest.buffer[begin:end])
+            continue
+        for first, last in row_blocks(piece.start, piece.stop, reader.width):
+            if as_is:
+                rows = _packed_rows(reader, first, last, piece.heads)
+            else:
+                values = _values(reader, first, last, piece.heads, torch.float32)
+                rows = pack(values, plan.format, reader.name)
+            put_rows(dest, first + offset, rows)
+
+
+def _values(reader: RowReader, start: int, stop: int, heads: int, dtype: torch.dtype) -> Tensor:
+    if not heads:
+        return reader.values(start, stop, dtype)
+    first, last, chosen = _permuted_rows(reader.n_rows, heads, start, stop)
+    return reader.values(first, last, dtype)[chosen]
+
+
+def _packed_rows(reader: RowReader, start: int, stop: int, heads: int) -> PackedTensor:
+    if not heads:
+        return reader.packed(start, stop)
+    first, last, chosen = _permuted_rows(reader.n_rows, heads, start, stop)
+    read = reader.packed(first, last)
+    rows = empty_packed(read.format, (stop - start, reader.width))
+    for name, part in rows.to_parts().items():
+        part.copy_(read.part(name) if name == "permutation" else read.part(name)[chosen])
+    return rows
+
+
+def _permuted_rows(n_rows: int, heads: int, start: int, stop: int) -> tuple[int, int, Tensor]:
+    """Which stored rows make up rows start..stop in their proper order: a range of whole heads, and the
+    rows to take from it."""
+    per_head = n_rows // heads
+    rows = torch.arange(start, stop)
+    head, within = rows // per_head, rows % per_head
+    half = per_head // 2
+    stored = head * per_head + (within % half) * 2 + within // half
+    first, last = start // per_head * per_head, -(-stop // per_head) * per_head
+    return first, last, stored - first
