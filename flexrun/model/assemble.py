@@ -79,7 +79,7 @@ _UNIT_CLASSES: dict[str, type[Embedding | SelfAttention | Mlp | ParallelBlock | 
     "embed": Embedding,
     "attention": SelfAttention,
     "mlp": Mlp,
-    "block": ParallelBlock,
+    "layer": ParallelBlock,
     "final": FinalNorm,
     "head": HeadSlice,
 }

@@ -14,7 +14,7 @@ from typing import Literal
 from flexrun.model.schema import LayerConfig, ModelConfig, ModelConfigError
 from offload.units import TensorPart, TensorSpec
 
-UnitKind = Literal["embed", "attention", "mlp", "block", "final", "head"]
+UnitKind = Literal["embed", "attention", "mlp", "layer", "final", "head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def _layer_units(config: ModelConfig, index: int) -> list[UnitSpec]:
         ]
     norms = attn_norm + (mlp_norm if config.residual == "parallel" else [])
     return [
-        UnitSpec(name=f"layers.{index}", kind="block", layer=index, tensors=tuple(norms + attention + mlp))
+        UnitSpec(name=f"layers.{index}", kind="layer", layer=index, tensors=tuple(norms + attention + mlp))
     ]
 
 
