@@ -139,7 +139,8 @@ def _fits(spec: TensorSpec, part: TensorPart, shape: Sequence[int]) -> bool:
     heads = part.unpermute_heads
     if heads and _n_rows(spec, shape) % (2 * heads):
         return False
-    return _part_rows(spec, part, shape) <= spec.shape[0]
+    rows = _part_rows(spec, part, shape)
+    return rows == spec.shape[0] if len(spec.parts) == 1 else rows < spec.shape[0]
 
 
 def _wanted(spec: TensorSpec, part: TensorPart) -> str:
