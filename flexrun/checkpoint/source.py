@@ -7,7 +7,7 @@ passes through row blocks of at most 32 MiB.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,10 @@ from flexrun.model.mapping import match_tensors
 from offload.units import TensorPart, TensorSpec, Unit
 from offload.weights import Extent, TensorSlot, UnitLayout, unit_layout
 from quant.formats import WeightFormat, parse_format
+from quant.pack import METHODS, quantize_rows_into
 from quant.packed import PackedTensor, empty_packed
 
 AUTO = "auto"
-PackRows = Callable[[Tensor, WeightFormat, str], PackedTensor]  # values, format, the tensor's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,8 @@ class CheckpointSource:
         self.checkpoint = checkpoint
         self.weight_format = weight_format
         self.method = method
+        if method not in METHODS:
+            raise ValueError(f"unknown quantiser {method!r}; use one of {', '.join(METHODS)}")
         self._wanted = None if weight_format == AUTO else _writable(weight_format)
         self._unpacked = parse_format(unpacked_format)
         if not self._unpacked.is_plain:
@@ -168,7 +170,7 @@ class CheckpointSource:
         view = slot.view(run)
         if isinstance(view, PackedTensor):
             zero_gaps(view)
-            _fill_packed(plan, view, self._pack_rows)
+            _fill_packed(plan, view, self.method)
         elif plan.transposed:
             reader = plan.pieces[0].reader
             assert isinstance(reader, TransposedReader)
@@ -180,11 +182,6 @@ class CheckpointSource:
                 row_nbytes = slot.nbytes // slot.shape[0]
                 target_raw = raw[begin * row_nbytes : (begin + piece.stop - piece.start) * row_nbytes]
                 _fill_plain(piece.reader, piece.start, piece.stop, piece.heads, target, target_raw)
-
-    def _pack_rows(self, values: Tensor, fmt: WeightFormat, name: str) -> PackedTensor:
-        from quant.pack import quantize
-
-        return quantize(values, fmt, method=self.method, name=name)
 
     # -- decisions -------------------------------------------------------------------------------------
 
@@ -333,7 +330,7 @@ def _fill_plain(
         target[first - start : last - start] = _values(reader, first, last, heads, target.dtype)
 
 
-def _fill_packed(plan: TensorPlan, dest: PackedTensor, pack: PackRows) -> None:
+def _fill_packed(plan: TensorPlan, dest: PackedTensor, method: str) -> None:
     for piece in plan.pieces:
         reader, offset = piece.reader, piece.dest_row - piece.start
         as_is = reader.native == plan.format
@@ -344,11 +341,10 @@ def _fill_packed(plan: TensorPlan, dest: PackedTensor, pack: PackRows) -> None:
             continue
         for first, last in row_blocks(piece.start, piece.stop, reader.width):
             if as_is:
-                rows = _packed_rows(reader, first, last, piece.heads)
+                put_rows(dest, first + offset, _packed_rows(reader, first, last, piece.heads))
             else:
                 values = _values(reader, first, last, piece.heads, torch.float32)
-                rows = pack(values, plan.format, reader.name)
-            put_rows(dest, first + offset, rows)
+                quantize_rows_into(dest, first + offset, values, method=method, name=reader.name)
 
 
 def _values(reader: RowReader, start: int, stop: int, heads: int, dtype: torch.dtype) -> Tensor:
