@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from offload.host import format_bytes
+
 if TYPE_CHECKING:
     from flexrun.jobs.runner import JobProgress, JobSummary
 
@@ -34,16 +36,6 @@ def peak_rss_bytes() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def format_bytes(n_bytes: float) -> str:
-    """Bytes in binary units: 1536 -> "1.5 KiB"."""
-    size = float(n_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:,.2f} TiB"
 
 
 def format_count(n: float) -> str:

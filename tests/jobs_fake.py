@@ -4,7 +4,9 @@ import hashlib
 import json
 import math
 import time
+from types import SimpleNamespace
 
+from flexrun.chat import ChatTemplate
 from flexrun.request import CompletionOutput, Logprob, RequestOutput
 
 
@@ -39,6 +41,7 @@ class FakeEngine:
         self.step_seconds, self.fail_at_step = step_seconds, fail_at_step
         self.waiting, self.running = {}, {}
         self.n_steps = self.n_added = self.most_waiting = 0
+        self.stats = SimpleNamespace(generated_tokens=0)
 
     @property
     def num_waiting(self):
@@ -76,10 +79,17 @@ class FakeEngine:
         for request_id, state in list(self.running.items()):
             (prompt, params, text), n_done = state
             state[1] = n_done + 1
+            self.stats.generated_tokens += params.n
             if state[1] >= (params.max_tokens or 4):
                 del self.running[request_id]
                 finished.append(self._output(request_id, prompt, params, text))
         return finished
+
+    def partial_text(self, request_id):
+        if request_id not in self.running:
+            return ""
+        (prompt, params, text), n_done = self.running[request_id]
+        return self._output(request_id, prompt, params, text).outputs[0].text[:n_done]
 
     def _output(self, request_id, prompt, params, text):
         outputs = []
@@ -118,6 +128,23 @@ class FakeEngine:
             other = (token + i) % 256
             position[other] = Logprob(logprob=-1.0 * i if i < 2 else -math.inf, rank=i + 1)
         return position
+
+
+class FakeLLM:
+    """What the commands use of flexrun.llm.LLM."""
+
+    def __init__(self, engine=None, tokenizer=True, notes=()):
+        self.engine = engine or FakeEngine()
+        self.tokenizer = FakeTokenizer() if tokenizer else None
+        self.chat_template = ChatTemplate(
+            "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+        )
+        self.policy = SimpleNamespace(block_size=self.engine.block_size)
+        self.notes = list(notes)
+        self.n_closed = 0
+
+    def close(self):
+        self.n_closed += 1
 
 
 def read_results(path):

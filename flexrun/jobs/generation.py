@@ -13,6 +13,7 @@ chats).
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ class TextEncoder(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+
+logger = logging.getLogger(__name__)
 
 _MAX_KNOWN_PARAMS = 64
 _MAX_KNOWN_CHARS = 4096
@@ -108,6 +111,7 @@ class GenerationJob:
         self._encode_chat = encode_chat
         self._defaults = {name: value for name, value in (defaults or {}).items() if value is not None}
         self._seed = seed
+        self._warned_of_length = False
         self._known_params: dict[str, SamplingParams] = {}
         SamplingParams.from_dict(self._defaults)  # a bad default is the job's error, not each line's
 
@@ -172,8 +176,14 @@ class GenerationJob:
 
     def _with_defaults(self, options: dict[str, Any], endpoint: Endpoint) -> dict[str, Any]:
         merged = {**self._defaults, **options}
-        if endpoint == "chat":
-            merged.setdefault("max_tokens", None)
+        if endpoint == "chat" and "max_tokens" not in merged:
+            merged["max_tokens"] = None
+            if not self._warned_of_length:
+                self._warned_of_length = True
+                logger.warning(
+                    "chats without max_tokens may be as long as the model allows, and each takes cache memory for"
+                    " that; --max-tokens sets a limit, so that more of them run at once"
+                )
         return merged
 
     def prompts(self, request: JobRequest) -> list[EnginePrompt]:
