@@ -1,0 +1,426 @@
+"""Seconds of every operation, and of every lane in a pass: one set of formulas for three readers.
+
+`CostModel.op_seconds` gives one operation its time (the simulator's reader). `CostModel.lane_seconds` adds
+up what all operations of a pass take on each lane, as an expression that is linear in the placement: with
+numbers it evaluates a policy, with LP variables it makes the rows of the linear program. Both call the same
+functions for bytes and seconds; a test compares their sums.
+
+Time of a linear layer: FLOPs / rate(tokens per launch), plus unpacking once per unit and pass (the scratch
+holds the whole unit, all gpu batches use it), or the rate of a kernel that multiplies packed weights, if that
+is known and faster. Attention counts K and V bytes exactly for MHA, GQA and MQA, and the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from policy.footprint import PLAIN_BYTES, KvShape, ModelFootprint, UnitFootprint
+from policy.hardware import AttentionRates, Hardware
+from policy.memory_plan import BlockSizes, block_sizes, cache_element_bytes, resolve_cache_format
+from policy.passes import BatchState
+from policy.schedule import Lane, Op, OpKind
+from policy.tiers import Tier
+from policy.workload import Limits
+from quant.kv_formats import parse_cache_format
+
+
+class Pages(NamedTuple):
+    """Pages of one pair by tier: numbers, or linear expressions in the LP's variables."""
+
+    gpu: Any
+    cpu: Any
+    disk: Any
+
+    def for_cpu_attention(self, first_tier: Tier) -> Pages:
+        """A gpu batch whose attention runs on the CPU keeps in cpu memory what others keep on the gpu."""
+        return Pages(0.0, self.gpu + self.cpu, self.disk) if first_tier is Tier.GPU else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Placement as one pass sees it. weights, hidden: shares of the bytes by tier. read: filled pages of a
+    pair where they rest; new: pages it fills, by their home. tails_on_gpu: tails of device batches rest there."""
+
+    weights: tuple[Any, Any, Any]
+    hidden: tuple[Any, Any, Any]
+    read: Pages
+    new: Pages
+    tails_on_gpu: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """Cache sizes of one kind of attention layer: how many there are, bytes of a page and of a tail token."""
+
+    kv: KvShape
+    unit: int
+    count: int
+    page_bytes: int
+    page_disk_bytes: int
+    token_bytes: int
+
+
+class CostModel:
+    """Costs of one block shape on one machine.
+
+    n_cpu_attention: gpu batches whose attention runs on the CPU in passes without whole new prompts.
+    unpack_per_batch: packed weights are unpacked again for each gpu batch (as FlexGen does).
+    overlap: lanes run at the same time.
+    """
+
+    def __init__(
+        self,
+        footprint: ModelFootprint,
+        hardware: Hardware,
+        limits: Limits,
+        *,
+        gpu_batch_size: int,
+        num_gpu_batches: int,
+        weight_format: str,
+        cache_format: str,
+        n_cpu_attention: int = 0,
+        schedule: str = "refill",
+        overlap: bool = True,
+        unpack_per_batch: bool = False,
+    ) -> None:
+        self.footprint, self.hardware, self.limits = footprint, hardware, limits
+        self.gpu_batch_size, self.n_batches = gpu_batch_size, num_gpu_batches
+        self.n_cpu_attention = n_cpu_attention
+        self.first_tier = hardware.first_tier
+        self.three = self.first_tier is Tier.GPU
+        self.overlap = overlap
+        self.schedule = schedule
+        self.unpack_per_batch = unpack_per_batch
+        self.weight_format = footprint.resolve_format(weight_format)
+        self.cache_format = resolve_cache_format(cache_format, hardware.compute_dtype)
+        self.element_bytes = PLAIN_BYTES[hardware.compute_dtype]
+        self.sizes: BlockSizes = block_sizes(
+            footprint,
+            limits,
+            gpu_batch_size=gpu_batch_size,
+            num_gpu_batches=num_gpu_batches,
+            weight_format=self.weight_format,
+            cache_format=self.cache_format,
+            compute_dtype=hardware.compute_dtype,
+            schedule=schedule,
+        )
+        self._layers = self._kinds_of_layers()
+        self.unit_class = self._classes()
+        self._class_counts: dict[int, int] = {}
+        for index in self.unit_class:
+            self._class_counts[index] = self._class_counts.get(index, 0) + 1
+        units = footprint.units
+        all_tokens = [i for i, u in enumerate(units) if not u.rows_only]
+        self.hidden_loads = [i for i in all_tokens if i > 0]
+        self.hidden_stores = [i for i in all_tokens if i != all_tokens[-1]]
+        self.n_streamable = len(footprint.streamable)
+        self._compute_cache: dict[tuple[Any, ...], float] = {}
+
+    def _classes(self) -> list[int]:
+        """For each unit the first unit that costs exactly the same."""
+        seen: dict[tuple[Any, ...], int] = {}
+        classes = []
+        for i, u in enumerate(self.footprint.units):
+            key = (
+                u.kind,
+                u.linear_shapes,
+                u.nbytes[self.weight_format],
+                u.kv,
+                u.flops_per_token,
+                u.rows_only,
+            )
+            classes.append(seen.setdefault(key, i))
+        return classes
+
+    def _kinds_of_layers(self) -> list[_Layer]:
+        fmt = parse_cache_format(self.cache_format)
+        token_element = cache_element_bytes(self.cache_format, self.hardware.compute_dtype)
+        found: dict[KvShape, tuple[int, int]] = {}
+        for i, u in enumerate(self.footprint.units):
+            if u.kv is not None:
+                first, n = found.get(u.kv, (i, 0))
+                found[u.kv] = (first, n + 1)
+        layers = []
+        for kv, (first, n) in found.items():
+            page = fmt.page_nbytes(
+                page_tokens=self.limits.page_tokens, n_kv_heads=kv.n_kv_heads, head_dim=kv.head_dim
+            )
+            layers.append(
+                _Layer(
+                    kv=kv,
+                    unit=first,
+                    count=n,
+                    page_bytes=page,
+                    page_disk_bytes=-(-page // 4096) * 4096,
+                    token_bytes=kv.elements_per_token * token_element,
+                )
+            )
+        return layers
+
+    # -- bytes ---------------------------------------------------------------------------------------------
+
+    def _seen_frac(self, state: BatchState, kv: KvShape) -> float:
+        """Share of the filled pages that the window lets attention see."""
+        if not kv.window or not state.filled:
+            return 1.0
+        per_sequence = kv.window / self.limits.page_tokens + 1
+        return min(1.0, per_sequence * max(state.decode_tokens, 1.0) / state.filled)
+
+    def upload_cache_bytes(self, state: BatchState, layer: _Layer, read: Pages, tails_on_gpu: bool) -> Any:
+        tails = 0.0 if tails_on_gpu else state.tail_tokens * layer.token_bytes
+        return (read.cpu + read.disk) * (layer.page_bytes * self._seen_frac(state, layer.kv)) + tails
+
+    def read_cache_bytes(self, state: BatchState, layer: _Layer, read: Pages) -> Any:
+        return read.disk * (layer.page_disk_bytes * self._seen_frac(state, layer.kv))
+
+    def download_cache_bytes(self, state: BatchState, layer: _Layer, new: Pages, tails_on_gpu: bool) -> Any:
+        tails = 0.0 if tails_on_gpu else state.new_tail_tokens * layer.token_bytes
+        return (new.cpu + new.disk) * layer.page_bytes + tails
+
+    def hidden_bytes(self, state: BatchState) -> float:
+        return state.tokens * self.footprint.hidden_size * self.element_bytes
+
+    # -- seconds on the compute device and the CPU ------------------------------------------------------------
+
+    def _attention_seconds(
+        self, state: BatchState, kv: KvShape, rates: AttentionRates, unpack_table: str
+    ) -> float:
+        window = kv.window or math.inf
+        seconds = 0.0
+        if state.prefill_tokens:
+            pairs = state.prefill_tokens * min(state.prefill_span, window)
+            seconds += 4.0 * kv.query_elements * pairs / rates.prefill_flops_per_s
+        if state.decode_tokens:
+            keys = state.decode_tokens * min(state.context, window)
+            seconds += keys * kv.elements_per_token * self.element_bytes / rates.decode_bytes_per_s
+            seconds += 4.0 * kv.query_elements * keys / rates.decode_flops_per_s
+        unpacked = state.filled * self._seen_frac(state, kv) * self.limits.page_tokens
+        rate = self.hardware.unpack_rate(unpack_table, self.cache_format)
+        seconds += unpacked * kv.elements_per_token / rate
+        made = state.new_pages * self.limits.page_tokens * kv.elements_per_token
+        return seconds + made / self.hardware.unpack_rate("cache_pack", self.cache_format)
+
+    def _linear_seconds(self, unit: UnitFootprint, state: BatchState, first_batch: bool) -> float:
+        tokens = state.rows if unit.rows_only else state.tokens
+        if not tokens:
+            return 0.0
+        hw = self.hardware
+        launch = min(tokens, float(self.limits.chunk_tokens))
+        flops = unit.flops_per_token * tokens
+        gemm = flops / hw.gemm[hw.compute_dtype].rate(launch) if flops else 0.0
+        seconds = gemm
+        if self.weight_format != hw.compute_dtype and unit.n_elements:
+            unpack = unit.n_elements / hw.unpack_rate("unpack", self.weight_format)
+            if self.unpack_per_batch:
+                seconds += unpack
+            else:
+                fused = hw.gemm.get(self.weight_format)
+                packed = flops / fused.rate(launch) if fused is not None else math.inf
+                # The choice is made for the unit, whose scratch serves all gpu batches.
+                if packed * self.n_batches < unpack + gemm * self.n_batches:
+                    seconds = packed
+                elif first_batch:
+                    seconds += unpack
+        elements = max(unit.activation_elements_per_token, float(self.footprint.hidden_size))
+        return seconds + tokens * elements * self.element_bytes / hw.elementwise_bytes_per_s
+
+    def _chunks(self, unit: UnitFootprint, state: BatchState) -> int:
+        tokens = state.rows if unit.rows_only else state.tokens
+        return max(1, math.ceil(tokens / self.limits.chunk_tokens - 1e-9))
+
+    def compute_seconds(self, kind: OpKind, unit_class: int, state: BatchState, first_batch: bool) -> float:
+        """COMPUTE, PROJECT, FINISH or CPU_ATTENTION of one (unit, batch)."""
+        key = (kind, unit_class, state, first_batch)
+        found = self._compute_cache.get(key)
+        if found is None:
+            found = self._compute_cache[key] = self._compute_seconds(kind, unit_class, state, first_batch)
+        return found
+
+    def _compute_seconds(self, kind: OpKind, unit_class: int, state: BatchState, first_batch: bool) -> float:
+        unit = self.footprint.units[unit_class]
+        hw = self.hardware
+        if kind is OpKind.CPU_ATTENTION:
+            assert unit.kv is not None
+            rates = hw.cpu_attention if self.three else hw.device_attention
+            table = "cpu_cache_unpack" if self.three else "cache_unpack"
+            return (
+                self._attention_seconds(state, unit.kv, rates, table) + hw.overhead_seconds["cpu_attention"]
+            )
+        overhead = hw.overhead_seconds["compute"] * self._chunks(unit, state)
+        linear = self._linear_seconds(unit, state, first_batch)
+        if kind is OpKind.PROJECT:
+            return linear * unit.project_frac + overhead
+        if kind is OpKind.FINISH:
+            return linear * (1 - unit.project_frac) + overhead
+        if unit.kv is not None:
+            linear += self._attention_seconds(state, unit.kv, hw.device_attention, "cache_unpack")
+        return linear + overhead
+
+    # -- seconds of copies --------------------------------------------------------------------------------------
+
+    def _transfer(self, nbytes: Any, rate: float) -> Any:
+        return nbytes * (1.0 / rate)
+
+    def attends_on_cpu(self, state: BatchState, batch: int) -> bool:
+        """CPU attention serves the last gpu batches. A static block's prompts attend on the device."""
+        if batch < self.n_batches - self.n_cpu_attention:
+            return False
+        return not (self.schedule == "static" and state.decode_tokens == 0)
+
+    def n_attending_on_cpu(self, state: BatchState) -> int:
+        return self.n_cpu_attention if self.attends_on_cpu(state, self.n_batches - 1) else 0
+
+    def write_rate(self, state: BatchState) -> float:
+        hw = self.hardware
+        return hw.disk_write_bytes_per_s if state.prefill_tokens else hw.disk_write_small_bytes_per_s
+
+    def op_seconds(self, op: Op, state: BatchState, flow: Flow) -> float:
+        """Seconds of one operation of the schedule when its lane is alone."""
+        hw = self.hardware
+        over = hw.overhead_seconds
+        kind = op.kind
+        unit_class = self.unit_class[op.unit]
+        unit = self.footprint.units[unit_class]
+        if kind in (OpKind.COMPUTE, OpKind.PROJECT, OpKind.FINISH, OpKind.CPU_ATTENTION):
+            return self.compute_seconds(kind, unit_class, state, op.batch == 0)
+        if kind is OpKind.READ_WEIGHTS:
+            nbytes: float = unit.nbytes[self.weight_format] / op.n_pieces
+            return nbytes / hw.disk_read_bytes_per_s + over["disk"]
+        if kind is OpKind.UPLOAD_WEIGHTS:
+            return unit.nbytes[self.weight_format] / hw.upload_bytes_per_s + over["transfer"]
+        if kind in (OpKind.READ_HIDDEN, OpKind.WRITE_HIDDEN):
+            rate = hw.disk_read_bytes_per_s if kind is OpKind.READ_HIDDEN else self.write_rate(state)
+            return self.hidden_bytes(state) / rate + over["disk"]
+        if kind in (OpKind.UPLOAD_HIDDEN, OpKind.DOWNLOAD_HIDDEN):
+            rate = hw.upload_bytes_per_s if kind is OpKind.UPLOAD_HIDDEN else hw.download_bytes_per_s
+            return self.hidden_bytes(state) / rate + over["transfer"]
+        assert unit.kv is not None
+        if kind in (OpKind.DOWNLOAD_QKV, OpKind.UPLOAD_ATTENDED):
+            down = kind is OpKind.DOWNLOAD_QKV
+            elements = unit.kv.qkv_elements if down else unit.kv.query_elements
+            rate = hw.download_bytes_per_s if down else hw.upload_bytes_per_s
+            return state.tokens * elements * self.element_bytes / rate + over["transfer"]
+        layer = next(x for x in self._layers if x.kv == unit.kv)
+        on_cpu = self.attends_on_cpu(state, op.batch)
+        stays = op.batch >= self.n_batches - self.n_cpu_attention
+        read = flow.read.for_cpu_attention(self.first_tier) if stays else flow.read
+        new = flow.new.for_cpu_attention(self.first_tier) if stays else flow.new
+        on_gpu = flow.tails_on_gpu and not stays
+        if kind is OpKind.READ_CACHE:
+            return float(self.read_cache_bytes(state, layer, read)) / hw.disk_read_bytes_per_s + over["disk"]
+        if kind is OpKind.UPLOAD_CACHE:
+            assert not on_cpu
+            nbytes = float(self.upload_cache_bytes(state, layer, read, on_gpu))
+            return nbytes / hw.upload_bytes_per_s + over["transfer"]
+        if kind is OpKind.DOWNLOAD_CACHE:
+            nbytes = float(self.download_cache_bytes(state, layer, new, on_gpu))
+            return nbytes / hw.download_cache_bytes_per_s + over["transfer"]
+        assert kind is OpKind.WRITE_CACHE
+        return float(new.disk * layer.page_disk_bytes) / self.write_rate(state) + over["disk"]
+
+    # -- lanes of a pass ------------------------------------------------------------------------------------------
+
+    def lane_seconds(self, state: BatchState, flow: Flow) -> dict[Lane, Any]:
+        """Seconds of each lane in a pass of num_gpu_batches such batches, linear in `flow`.
+
+        Fixed costs of copies are counted in proportion to what is copied; `op_seconds` counts them whole.
+        """
+        hw = self.hardware
+        over = hw.overhead_seconds
+        lanes: dict[Lane, Any] = {}
+
+        def add(lane: Lane, seconds: Any) -> None:
+            lanes[lane] = lanes[lane] + seconds if lane in lanes else seconds
+
+        n_cpu = self.n_attending_on_cpu(state)
+        self._add_compute(state, n_cpu, add)
+        # Weights.
+        _, w_cpu, w_disk = flow.weights
+        weights, n_units = float(self.sizes.weights_bytes), float(self.n_streamable)
+        add(Lane.DISK_READ, w_disk * (weights / hw.disk_read_bytes_per_s + n_units * over["disk"]))
+        if self.three:
+            upload = weights / hw.upload_bytes_per_s + n_units * over["transfer"]
+            add(Lane.UPLOAD, (w_cpu + w_disk) * upload)
+        # Cache: pairs of every kind of layer, on the device and on the CPU.
+        n_stay = self.n_cpu_attention
+        groups = [(self.n_batches - n_stay, False), (n_stay, True)]
+        for count, stays in groups:
+            if not count:
+                continue
+            read = flow.read.for_cpu_attention(self.first_tier) if stays else flow.read
+            new = flow.new.for_cpu_attention(self.first_tier) if stays else flow.new
+            on_gpu = flow.tails_on_gpu and not stays
+            on_cpu = stays and n_cpu > 0
+            for layer in self._layers:
+                pairs = float(count * layer.count)
+                add(
+                    Lane.DISK_READ,
+                    pairs
+                    * self._transfer(self.read_cache_bytes(state, layer, read), hw.disk_read_bytes_per_s),
+                )
+                add(
+                    Lane.DISK_WRITE,
+                    pairs * self._transfer(new.disk * layer.page_disk_bytes, self.write_rate(state)),
+                )
+                if self.three and not on_cpu:
+                    up = self.upload_cache_bytes(state, layer, read, on_gpu)
+                    add(Lane.UPLOAD, pairs * self._transfer(up, hw.upload_bytes_per_s))
+                    down = self.download_cache_bytes(state, layer, new, on_gpu)
+                    add(Lane.DOWNLOAD, pairs * self._transfer(down, hw.download_cache_bytes_per_s))
+        if self.three and n_cpu:
+            for layer in self._layers:
+                pairs = n_cpu * layer.count
+                tokens = pairs * state.tokens * self.element_bytes
+                fixed = pairs * over["transfer"]
+                add(Lane.DOWNLOAD, tokens * layer.kv.qkv_elements / hw.download_bytes_per_s + fixed)
+                add(Lane.UPLOAD, tokens * layer.kv.query_elements / hw.upload_bytes_per_s + fixed)
+        # Hidden states of a block of several gpu batches.
+        if self.n_batches > 1:
+            _, h_cpu, h_disk = flow.hidden
+            nbytes = self.hidden_bytes(state) * self.n_batches
+            n_load, n_store = len(self.hidden_loads), len(self.hidden_stores)
+            fixed = self.n_batches * over["disk"]
+            add(Lane.DISK_READ, h_disk * (n_load * (nbytes / hw.disk_read_bytes_per_s + fixed)))
+            add(Lane.DISK_WRITE, h_disk * (n_store * (nbytes / self.write_rate(state) + fixed)))
+            if self.three:
+                fixed = self.n_batches * over["transfer"]
+                add(Lane.UPLOAD, (h_cpu + h_disk) * (n_load * (nbytes / hw.upload_bytes_per_s + fixed)))
+                add(Lane.DOWNLOAD, (h_cpu + h_disk) * (n_store * (nbytes / hw.download_bytes_per_s + fixed)))
+        return lanes
+
+    def _add_compute(self, state: BatchState, n_cpu: int, add: Any) -> None:
+        n_device = self.n_batches - n_cpu
+        compute = attend = 0.0
+        for unit_class, count in self._class_counts.items():
+            unit = self.footprint.units[unit_class]
+            if unit.kv is None or not n_cpu:
+                one = self.compute_seconds(OpKind.COMPUTE, unit_class, state, True)
+                rest = self.compute_seconds(OpKind.COMPUTE, unit_class, state, False)
+                compute += count * (one + (self.n_batches - 1) * rest)
+                continue
+            for j in range(self.n_batches):
+                kinds = (OpKind.COMPUTE,) if j < n_device else (OpKind.PROJECT, OpKind.FINISH)
+                compute += count * sum(self.compute_seconds(k, unit_class, state, j == 0) for k in kinds)
+            attend += count * n_cpu * self.compute_seconds(OpKind.CPU_ATTENTION, unit_class, state, False)
+        add(Lane.COMPUTE, compute)
+        if attend:
+            add(Lane.CPU_ATTENTION, attend)
+
+    def fixed_seconds(self, state: BatchState) -> float:
+        """What a pass takes besides its lanes: bookkeeping and sampling."""
+        over = self.hardware.overhead_seconds
+        return over["pass"] + over["row"] * state.rows * self.n_batches
+
+    def pass_seconds(self, lanes: Mapping[Lane, float], state: BatchState) -> float:
+        """The slowest lane or shared resource with perfect overlap, the sum of all lanes without."""
+        fixed = self.fixed_seconds(state)
+        if not self.overlap:
+            return sum(lanes.values()) + fixed
+        shared = [
+            sum(share * lanes.get(Lane(lane), 0.0) for lane, share in shares.items())
+            for shares in self.hardware.sharing.values()
+        ]
+        return max([*lanes.values(), *shared]) + fixed
