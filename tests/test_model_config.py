@@ -16,6 +16,7 @@ from flexrun.model.config import (
     supported_architectures,
 )
 from flexrun.model.families_classic import alibi_slopes
+from flexrun.model.footprint import count_parameters
 from flexrun.model.mapping import match_tensors
 from flexrun.model.specs import UnitSpec, unit_specs
 
@@ -192,6 +193,21 @@ def test_gemma3_text_part_of_a_multimodal_file() -> None:
     assert config == plain
     with pytest.raises(ModelConfigError, match="llava"):
         config_from_hf({**outer, "model_type": "llava"})
+
+
+def test_gemma3_4b_as_published_relies_on_defaults() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = config_from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    sizes = (config.vocab_size, config.n_heads, config.n_kv_heads, config.head_dim, config.n_layers)
+    assert sizes == (262_208, 8, 4, 256, 34)
+    assert count_parameters(config) == 3_880_263_168
 
 
 def test_neox_old_rotary_fields() -> None:

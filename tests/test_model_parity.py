@@ -17,10 +17,11 @@ from model_helpers import ReferenceRun, build_weights, load_folder
 
 from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import config_from_hf
+from offload.units import AttentionUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-VOCAB = 97
+VOCAB = 397  # more than the largest layer unit holds: the head has several slices
 PROMPT_LENS = (1, 9, 23)  # rising, as dynamic rope in transformers remembers the longest
 DECODE_STEPS = 5
 
@@ -301,6 +302,43 @@ def test_chunks_of_a_prompt_equal_the_whole(case: str, tmp_path: Path) -> None:
     run = ReferenceRun(model, weights)
     chunks = [run.step({0: ids[begin : begin + 7]})[0] for begin in range(0, len(ids), 7)]
     torch.testing.assert_close(torch.cat(chunks), whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "gpt_neox", "opt-350m", "bloom", "mixtral"])
+def test_bfloat16_stays_near_float32(case: str, tmp_path: Path) -> None:
+    make_reference(CASES[case]).save_pretrained(tmp_path)
+    model, weights = load(tmp_path)
+    rounded = build_weights(model, load_folder(tmp_path), torch.bfloat16)
+    batch = dict(enumerate(prompts()))
+    exact = ReferenceRun(model, weights).step(batch)
+    coarse = ReferenceRun(model, rounded, torch.bfloat16).step(batch)
+    for number in batch:
+        error = (coarse[number] - exact[number]).norm() / exact[number].norm()
+        assert error < 0.08
+
+
+def test_embedding_scale_is_rounded_to_the_compute_type(tmp_path: Path) -> None:
+    reference = make_reference(CASES["gemma2"])
+    reference.save_pretrained(tmp_path)
+    model, _ = load(tmp_path)
+    weights = build_weights(model, load_folder(tmp_path), torch.bfloat16)
+    run = ReferenceRun(model, weights, torch.bfloat16)
+    run.token_ids, run.positions = torch.arange(3, 20), torch.arange(17)
+    embedded = model.units[0].forward(weights["embed"], torch.empty(0), run)
+    expected = reference.to(torch.bfloat16).model.embed_tokens(run.token_ids)
+    assert torch.equal(embedded, expected)
+    exact = reference.model.embed_tokens.weight[3:20].float() * 48**0.5
+    assert not torch.equal(embedded, exact.to(torch.bfloat16))
+
+
+def test_units_are_what_the_runtime_expects() -> None:
+    for case in ("llama", "gpt_neox"):
+        model = build_model(config_from_hf(CASES[case]))
+        with_cache = [unit.name for unit in model.units if isinstance(unit, AttentionUnit)]
+        suffix = ".attn" if case == "llama" else ""
+        assert with_cache == [f"layers.{index}{suffix}" for index in range(2)]
+        assert [unit.pinned for unit in model.units if unit.name in ("embed", "final")] == [True, True]
+        assert sum(unit.name.startswith("head.") for unit in model.units) > 1
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope"])

@@ -310,6 +310,14 @@ FAMILIES: dict[str, Family] = {
 
 # Parts of a multimodal file that text generation does not touch.
 _VISION = (r"(^|\.)vision_tower\.", r"(^|\.)multi_modal_projector\.")
+# Files with vision write only what differs from these.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
 
 
 def text_config(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -329,5 +337,9 @@ def text_config(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         if values.get(name) is not None:
             outer[name] = values[name]
-    merged = {**inner, **{name: value for name, value in outer.items() if value is not None}}
+    merged = {
+        **_GEMMA3_DEFAULTS,
+        **inner,
+        **{name: value for name, value in outer.items() if value is not None},
+    }
     return {**merged, "model_type": "gemma3_text"}, _VISION

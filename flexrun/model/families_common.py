@@ -43,7 +43,8 @@ _HARMLESS_NAMES = """
     bias_dropout_fusion offset_alibi seq_length skip_bias_add skip_bias_add_qkv unk_token_id
     attention_softmax_in_fp32 scale_attention_softmax_in_fp32 slow_but_exact
     language special_tokens_map max_seq_len model_max_length
-    pad_token eos_token bos_token
+    pad_token eos_token bos_token is_llama_config transformers.js_config max_sequence_length
+    attention_probs_dropout_prob hidden_dropout_prob
 """
 HARMLESS = frozenset(_HARMLESS_NAMES.split())
 

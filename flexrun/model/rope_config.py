@@ -110,7 +110,7 @@ def parse_rope(
             f"config.json: rope type {kind!r} is not supported; supported are default, linear, dynamic, "
             "llama3, yarn and longrope"
         )
-    rope.refuse_unknown((), f"rope type {kind}")
+    rope.refuse_unknown(("finetuned",), f"rope type {kind}")
     return RopeConfig(**settings)
 
 
