@@ -65,7 +65,15 @@ def expand_row(group: int, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None
 
 @njit(cache=True, parallel=True)
 def _dequantize(
-    layout: Any, buf8: Any, buf16: Any, buf32: Any, permutation: Any, row_ids: Any, n_chunks: int, out: Any
+    layout: Any,
+    buf8: Any,
+    buf16: Any,
+    buf32: Any,
+    permutation: Any,
+    row_ids: Any,
+    row_start: int,
+    n_chunks: int,
+    out: Any,
 ) -> None:
     n_rows = out.shape[0]
     cols = layout[COLS]
@@ -76,7 +84,7 @@ def _dequantize(
         m = np.empty(layout[N_GROUPS], np.float32)
         shuffled = np.empty(permutation.size, out.dtype)
         for i in range(chunk * n_rows // n_chunks, (chunk + 1) * n_rows // n_chunks):
-            row = row_ids[i] if row_ids.size else i
+            row = row_ids[i] if row_ids.size else row_start + i
             decode_row(layout, buf8, buf16, buf32, row, codes, s, z, m)
             if permutation.size:
                 expand_row(layout[GROUP], codes, s, z, m, shuffled)
@@ -156,14 +164,14 @@ def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks
                     y[t, row + i] = sums[t // 4, i, t % 4]
 
 
-def dequantize(layout: Any, buffers: Any, permutation: Any, row_ids: Any, out: Any) -> None:
+def dequantize(layout: Any, buffers: Any, permutation: Any, row_ids: Any, row_start: int, out: Any) -> None:
     """Write rows of a packed matrix to out (n, cols), float32 or uint16 for bf16.
 
     buffers: the matrix's buffer viewed as uint8, uint16 and float32. row_ids: int64 (n,), the rows wanted, all
-    within range; empty for rows 0..n. permutation: int32 (cols,), or empty.
+    within range; empty for rows row_start.. in order. permutation: int32 (cols,), or empty.
     """
     n_chunks = max(1, min(use_torch_threads() * _CHUNKS_PER_THREAD, out.shape[0]))
-    _dequantize(layout, *buffers, permutation, row_ids, n_chunks, out)
+    _dequantize(layout, *buffers, permutation, row_ids, row_start, n_chunks, out)
 
 
 def few_tokens(layout: Any, buffers: Any, x: Any, y: Any) -> None:

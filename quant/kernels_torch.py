@@ -12,8 +12,11 @@ from quant.formats import SUPER_BLOCK
 from quant.packed import PackedTensor
 
 
-def dequantize_rows(packed: PackedTensor, row_ids: Tensor | None = None) -> Tensor:
-    """Rows row_ids (int64; all rows if None) of an affine or block tensor in fp32: (n, cols)."""
+def dequantize_rows(packed: PackedTensor, row_ids: Tensor | None = None, *, in_order: bool = True) -> Tensor:
+    """Rows row_ids (int64; all rows if None) of an affine or block tensor in fp32: (n, cols).
+
+    in_order: put permuted columns in the matrix's order, else leave them in packed order.
+    """
     parts = packed.to_parts()
     if row_ids is not None:
         parts = {
@@ -27,7 +30,7 @@ def dequantize_rows(packed: PackedTensor, row_ids: Tensor | None = None) -> Tens
     values = codes.view(rows, n, -1).float()  # (rows, groups, group)
     values = s[..., None] * (values - z[..., None]) + m[..., None]
     values = values.view(rows, -1)[:, : packed.shape[1]]
-    if packed.format.permuted:
+    if packed.format.permuted and in_order:
         ordered = torch.empty_like(values)
         ordered[:, parts["permutation"].long()] = values
         return ordered
@@ -56,7 +59,7 @@ def _affine(packed: PackedTensor, parts: dict[str, Tensor]) -> tuple[Tensor, Ten
     s = parts["scales"].float()
     unit = torch.ones((), device=packed.device)
     if "exponents" in parts:
-        unit = torch.ldexp(unit, parts["exponents"].to(torch.int32))[:, None]
+        unit = ((parts["exponents"].to(torch.int32) + 127) << 23).view(torch.float32)[:, None]  # 2^exponent
     s = s * unit
     m = parts["mins"].float() * unit if fmt.zero == "min" else torch.zeros_like(s)
     if fmt.zero == "int":

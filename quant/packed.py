@@ -84,7 +84,7 @@ class PackedTensor:
         out = self._check_out(self.shape, dtype, out)
         if self.format.is_plain:
             return out.copy_(self.part("data"))
-        _write_rows(self, None, out)
+        write_rows(self, out)
         return out
 
     def gather_rows(
@@ -107,7 +107,7 @@ class PackedTensor:
         if self.format.is_plain:
             out.copy_(self.part("data").index_select(0, flat))
         else:
-            _write_rows(self, flat, out)
+            write_rows(self, out, row_ids=flat)
         return out.view(*ids.shape, cols)
 
     def slice_rows(self, start: int, stop: int) -> PackedTensor:
@@ -191,25 +191,39 @@ def numpy_views(packed: PackedTensor) -> tuple[Any, Any, Any]:
     return raw, raw.view("uint16"), raw.view("float32") if needs_f32 else raw[:0].view("float32")
 
 
-def _write_rows(packed: PackedTensor, row_ids: Tensor | None, out: Tensor) -> None:
-    """Rows row_ids (all if None) of a packed matrix -> out (n, cols), on the tensor's device."""
+def write_rows(
+    packed: PackedTensor,
+    out: Tensor,
+    *,
+    row_ids: Tensor | None = None,
+    row_start: int = 0,
+    in_order: bool = True,
+) -> None:
+    """Values of rows row_ids (int64), or of rows row_start.. if None, of a packed matrix -> out (n, cols).
+
+    out: fp32, bf16 or fp16, on the tensor's device, all rows within range. in_order: put permuted columns in
+    the matrix's order, else leave them in packed order.
+    """
     if out.numel() == 0:
         return
     if packed.device.type != "cpu":
         from quant.kernels_torch import dequantize_rows
 
-        out.copy_(dequantize_rows(packed, row_ids))
+        if row_ids is None:
+            row_ids = torch.arange(row_start, row_start + out.shape[0], device=packed.device)
+        out.copy_(dequantize_rows(packed, row_ids, in_order=in_order))
         return
     from quant.kernels_decode import layout_of
     from quant.kernels_numba import dequantize
 
-    permutation = packed.permutation
+    permutation = packed.permutation if in_order else None
     target = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     dequantize(
         layout_of(packed.format, packed.shape),
         numpy_views(packed),
         _EMPTY_I32.numpy() if permutation is None else permutation.numpy(),
         _EMPTY_I64.numpy() if row_ids is None else row_ids.numpy(),
+        row_start,
         target.view(torch.uint16).numpy() if target.dtype == torch.bfloat16 else target.numpy(),
     )
     if target is not out:

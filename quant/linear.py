@@ -1,0 +1,146 @@
+"""y = x W^T + b for weights in any format: the one place that decides how a packed weight meets its inputs.
+
+Few tokens: each packed row is unpacked into the first-level cache and multiplied there; memory is read at the
+packed size. Many tokens: the weight is unpacked to the compute dtype piece by piece, each piece small enough
+to stay in the cache, and multiplied by the BLAS. `crossover_tokens` says where the second becomes faster; the
+figures come from experiments/kernel_speed.py.
+
+Importing this module imports torch, not numba.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quant.formats import WeightFormat
+from quant.packed import PackedTensor, numpy_views, write_rows
+
+# Elements unpacked at a time when a weight is multiplied piece by piece.
+PIECE_ELEMENTS = 1 << 20
+
+# Largest number of tokens for which the few-token kernel is the faster, fp32, two cores with AVX2.
+_CROSSOVER_TOKENS_F32 = 64
+# The same in bf16 where the processor multiplies bf16 matrices itself, several times faster than fp32.
+_CROSSOVER_TOKENS_NATIVE_BF16 = 16
+
+
+def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
+    """Tokens up to which `linear` multiplies with the packed weight as it is; 0 for plain formats.
+
+    From there on it pays to unpack the weight once and multiply by the BLAS.
+    """
+    if format.is_plain:
+        return 0
+    if dtype == torch.bfloat16 and _has_native_bf16():
+        return _CROSSOVER_TOKENS_NATIVE_BF16
+    return _CROSSOVER_TOKENS_F32
+
+
+def linear(
+    x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None = None, *, scratch: Tensor | None = None
+) -> Tensor:
+    """x (tokens, in) times weight (out, in) transposed, plus bias (out,): (tokens, out) in x's dtype.
+
+    weight is a tensor of any float dtype or a PackedTensor, on x's device. scratch: flat, contiguous, of x's
+    dtype, at least `in` elements; unpacked pieces of the weight live there (allocated if None). On the CPU
+    each token's result in the few-token kernel is the same whatever other tokens are there.
+    Raises ValueError for shapes, devices or a scratch that do not fit.
+    """
+    if isinstance(weight, PackedTensor) and weight.format.is_plain:
+        weight = weight.part("data")
+    if x.dim() != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear needs x (tokens, in) and weight (out, in) of one width, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}, the weight on {weight.device}; bring them to one device")
+    if isinstance(weight, Tensor):
+        if weight.dtype == x.dtype:
+            return F.linear(x, weight, bias)
+        return _in_pieces(x, weight, bias, scratch)
+    permutation = weight.permutation
+    if permutation is not None:
+        # The columns of x are put in packed order, so that neither path has to reorder the weight.
+        x = x.index_select(1, permutation.to(torch.int64))
+    if x.device.type == "cpu" and 0 < x.shape[0] <= crossover_tokens(weight.format, x.dtype):
+        return _few_tokens(x, weight, bias)
+    return _in_pieces(x, weight, bias, scratch)
+
+
+def unpack(weight: Tensor | PackedTensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The values of a weight in dtype, in out if given (contiguous, of dtype, with as many elements, any shape).
+
+    Without out, a tensor that is of dtype already is returned as it is.
+    """
+    if isinstance(weight, PackedTensor):
+        if weight.format.is_plain:
+            weight = weight.part("data")
+        else:
+            return weight.dequantize(dtype, out)
+    if out is None:
+        return weight.to(dtype)
+    if out.dtype != dtype or out.numel() != weight.numel() or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous, {dtype}, with {weight.numel()} elements; got {out.dtype} of shape "
+            f"{tuple(out.shape)}, contiguous: {out.is_contiguous()}"
+        )
+    return out.view(weight.shape).copy_(weight)
+
+
+def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+    from quant.kernels_decode import layout_of
+    from quant.kernels_numba import few_tokens
+
+    rows, cols = weight.shape
+    y = torch.empty((x.shape[0], rows), dtype=torch.float32)
+    if y.numel():
+        few_tokens(
+            layout_of(weight.format, (rows, cols)),
+            numpy_views(weight),
+            x.detach().to(torch.float32).contiguous().numpy(),
+            y.numpy(),
+        )
+    if bias is not None:
+        y += bias
+    return y.to(x.dtype)
+
+
+def _in_pieces(
+    x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, scratch: Tensor | None
+) -> Tensor:
+    """Unpack some rows to the scratch, multiply, go on. A packed weight's columns stay in packed order."""
+    rows, cols = weight.shape
+    y = torch.empty((x.shape[0], rows), dtype=x.dtype, device=x.device)
+    if y.numel() == 0 or cols == 0:
+        return y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+    if scratch is None:
+        scratch = torch.empty(min(rows, _piece_rows(cols)) * cols, dtype=x.dtype, device=x.device)
+    if scratch.dtype != x.dtype or scratch.device != x.device or scratch.dim() != 1 or scratch.numel() < cols:
+        raise ValueError(
+            f"scratch must be flat, {x.dtype}, on {x.device}, with at least one row of {cols} elements; got "
+            f"{scratch.dtype} on {scratch.device} of shape {tuple(scratch.shape)}"
+        )
+    step = min(rows, scratch.numel() // cols, _piece_rows(cols))
+    for start in range(0, rows, step):
+        end = min(start + step, rows)
+        piece = scratch[: (end - start) * cols].view(end - start, cols)
+        if isinstance(weight, PackedTensor):
+            write_rows(weight, piece, row_start=start, in_order=False)
+        else:
+            piece.copy_(weight[start:end])
+        if bias is None:
+            torch.mm(x, piece.t(), out=y[:, start:end])
+        else:
+            torch.addmm(bias[start:end].to(x.dtype), x, piece.t(), out=y[:, start:end])
+    return y
+
+
+def _piece_rows(cols: int) -> int:
+    return max(PIECE_ELEMENTS // cols, 1)
+
+
+def _has_native_bf16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
