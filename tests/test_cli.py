@@ -24,7 +24,7 @@ from flexrun.cli.flags import (
     sampling_options,
 )
 from flexrun.cli.interrupts import StopRequest
-from flexrun.jobs.output import OutputError
+from flexrun.jobs.output import OutputError, OutputRefusedError
 from flexrun.request import SamplingParams
 from policy.tiers import Placement, Policy
 
@@ -320,7 +320,7 @@ def test_batch_refuses_before_loading(words, message, tmp_path, monkeypatch, cap
     status = main(["batch", "-m", "opt-125m", "--dummy-weights", *words])
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err and captured.out == ""
-    assert status in (2, 3) and Path("foreign.txt").read_text() == "precious\n"
+    assert status == 2 and Path("foreign.txt").read_text() == "precious\n"
 
 
 def test_a_preset_without_dummy_weights_is_refused(tmp_path, capsys):
@@ -332,7 +332,7 @@ def test_a_second_run_on_one_output_is_refused(job, capsys):
     from flexrun.jobs.output import JobOutput
 
     with JobOutput(job.target):
-        assert job()[0] == 3
+        assert job()[0] == 2
     assert "another run is writing" in capsys.readouterr().err
 
 
@@ -439,6 +439,7 @@ def test_errors_in_one_sentence():
     assert explain(ValueError("bad top_p")) == "bad top_p" and is_refusal(ValueError("x"))
     assert explain(FileNotFoundError(2, "No such file", "a.txt")) == "a.txt: No such file"
     assert explain(OutputError(28, "disk full")) == "disk full" and not is_refusal(OutputError(28, "x"))
+    assert is_refusal(OutputRefusedError(11, "another run"))
     assert explain(KeyError("x")).startswith("KeyError: 'x'") and not is_refusal(KeyError("x"))
     assert "out of memory" in explain(MemoryError()) and not is_refusal(MemoryError())
 

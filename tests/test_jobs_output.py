@@ -16,6 +16,7 @@ from flexrun.jobs.manifest import SettingsError, check_settings, manifest_path, 
 from flexrun.jobs.output import (
     JobOutput,
     OutputError,
+    OutputRefusedError,
     StreamSink,
     encode_record,
     error_record,
@@ -99,7 +100,7 @@ def test_a_foreign_line_is_refused_and_nothing_is_changed(tmp_path, bad):
     path = tmp_path / "out.jsonl"
     data = encode_record(RECORDS[0]) + bad + encode_record(RECORDS[1])[:-4]
     path.write_bytes(data)
-    with JobOutput(path) as output, pytest.raises(OutputError, match="line 2, is not a result"):
+    with JobOutput(path) as output, pytest.raises(OutputRefusedError, match="line 2, is not a result"):
         output.recover(IdTable())
     assert path.read_bytes() == data
 
@@ -122,7 +123,7 @@ def test_retry_failed_removes_error_records_only(tmp_path):
 
 def test_two_runs_cannot_write_one_output(tmp_path):
     path = tmp_path / "out.jsonl"
-    with JobOutput(path), pytest.raises(OutputError, match="another run is writing"):
+    with JobOutput(path), pytest.raises(OutputRefusedError, match="another run is writing"):
         JobOutput(path)
     JobOutput(path).close()
 
@@ -142,7 +143,7 @@ def test_too_little_free_space_is_refused_at_once(tmp_path, monkeypatch):
         f_bavail, f_frsize = 10, 4096
 
     monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Info)
-    with pytest.raises(OutputError, match="only 40960 bytes are free") as caught:
+    with pytest.raises(OutputRefusedError, match="only 40960 bytes are free") as caught:
         JobOutput(tmp_path / "out.jsonl")
     assert caught.value.errno == errno.ENOSPC
 

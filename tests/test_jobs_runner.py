@@ -115,6 +115,21 @@ def test_one_bad_line_among_many_gets_its_record_and_the_others_finish():
     assert texts({k: r for k, r in sink.by_id.items() if not r["error"]}) == alone
 
 
+def test_a_refusal_after_the_engine_has_noted_a_part_leaves_nothing_behind():
+    class Hasty(FakeEngine):
+        def add_request(self, request_id, prompt_token_ids, params, prompt_text=None):
+            super().add_request(request_id, prompt_token_ids, params, prompt_text)
+            if prompt_text == "bad":
+                raise ValueError("on second thoughts")
+
+    engine = Hasty()
+    summary, sink = run(
+        [{"id": "x", "prompt": ["good", "bad"]}, {"id": "y", "prompt": "good"}], engine=engine
+    )
+    assert (summary.succeeded, summary.failed) == (1, 1) and not engine.has_unfinished()
+    assert "on second thoughts" in sink.by_id["x"]["error"]["message"]
+
+
 def test_an_input_of_nothing():
     for data in ([], [b"", b"  ", b"\r"], [b"\xef\xbb\xbf"]):
         summary, sink = run(data)
@@ -204,7 +219,11 @@ def test_lines_without_ids_must_keep_their_place(tmp_path):
     with pytest.raises(InputChangedError, match="line 1 of the input"):
         resume(path, [{"prompt": "new"}, *lines])
     assert path.read_bytes() == before
-    assert resume(path, [*lines, {"prompt": "c"}]).succeeded == 1
+    assert resume(path, [*lines, {"prompt": "c"}, {"prompt": "d", "n": 0}]).failed == 1
+    lines += [{"prompt": "c"}, {"prompt": "d", "n": 1}]
+    with pytest.raises(InputChangedError, match="line 4 .* error record .* --retry-failed"):
+        resume(path, lines)
+    assert resume(path, lines, retry_failed=True).succeeded == 1
 
 
 def test_results_before_an_engine_failure_stay(tmp_path):

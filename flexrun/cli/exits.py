@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from flexrun.jobs.output import OutputError
+from flexrun.jobs.output import OutputRefusedError
 
 EXIT_OK = 0
 EXIT_SOME_FAILED = 1
@@ -24,9 +24,11 @@ class UsageError(ValueError):
 
 def is_refusal(error: BaseException) -> bool:
     """True for what the user can put right: a bad value, a missing file or package."""
-    if isinstance(error, OutputError | json.JSONDecodeError | UnicodeError):
+    if isinstance(error, json.JSONDecodeError | UnicodeError):
         return False
-    return isinstance(error, ValueError | FileNotFoundError | PermissionError | ImportError)
+    return isinstance(
+        error, ValueError | FileNotFoundError | PermissionError | ImportError | OutputRefusedError
+    )
 
 
 def explain(error: BaseException) -> str:

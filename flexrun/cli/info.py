@@ -94,8 +94,15 @@ def _read(model: ResolvedModel) -> tuple[ModelConfig, dict[str, Any]]:
 
     if model.path is None:
         return config_from_hf(model.preset_config()), {"weight_bytes": None, "types": {}}
-    checkpoint = open_checkpoint(model.path)
     types: dict[str, int] = {}
+    if model.kind == "packed":
+        from flexrun.checkpoint.manifest import read_manifest
+
+        manifest = read_manifest(model.path)
+        for slot in (slot for run in manifest.units.values() for slot in run.slots):
+            types[slot.format.name] = types.get(slot.format.name, 0) + 1
+        return manifest.model, {"weight_bytes": manifest.weight_bytes, "types": dict(sorted(types.items()))}
+    checkpoint = open_checkpoint(model.path)
     for tensor in checkpoint.tensors.values():
         types[tensor.dtype] = types.get(tensor.dtype, 0) + 1
     stored = {"weight_bytes": checkpoint.nbytes, "types": dict(sorted(types.items()))}

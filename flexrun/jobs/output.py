@@ -31,7 +31,11 @@ _LINE_SEPARATORS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u20
 
 
 class OutputError(OSError):
-    """The output cannot be used or written. Results already written stay."""
+    """The output cannot be written. Results already written stay."""
+
+
+class OutputRefusedError(OutputError):
+    """The output cannot be used at all: found before anything ran, and nothing has been changed."""
 
 
 def encode_record(record: dict[str, Any]) -> bytes:
@@ -92,7 +96,7 @@ class JobOutput:
     """An output file, locked while it is open.
 
     Raises:
-        OutputError: the folder is missing, the path is no regular file, another run holds the lock, or the
+        OutputRefusedError: the folder is missing, the path is no regular file, another run holds the lock, or the
             disk is nearly full. Nothing has been changed then (an empty file may have been made).
     """
 
@@ -118,7 +122,9 @@ class JobOutput:
             descriptor = self._open()
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise OutputError(errno.EINVAL, f"{self.path} is not a regular file; use -o - for pipes")
+                    raise OutputRefusedError(
+                        errno.EINVAL, f"{self.path} is not a regular file; use -o - for pipes"
+                    )
                 self._lock(descriptor)
                 # A run that rewrote the file may have replaced it between opening and locking.
                 if os.path.samestat(os.fstat(descriptor), self.path.stat()):
@@ -134,17 +140,19 @@ class JobOutput:
         try:
             return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
         except FileNotFoundError:
-            raise OutputError(
+            raise OutputRefusedError(
                 errno.ENOENT, f"the folder of the output {self.path} does not exist; make it first"
             ) from None
         except OSError as error:
-            raise OutputError(error.errno, f"cannot open the output {self.path}: {error.strerror}") from None
+            raise OutputRefusedError(
+                error.errno, f"cannot open the output {self.path}: {error.strerror}"
+            ) from None
 
     def _lock(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutputError(
+            raise OutputRefusedError(
                 errno.EWOULDBLOCK,
                 f"another run is writing {self.path}; wait for it, or use another output file",
             ) from None
@@ -155,7 +163,7 @@ class JobOutput:
         info = os.fstatvfs(self._descriptor)
         free_bytes = info.f_bavail * info.f_frsize
         if free_bytes < MIN_FREE_BYTES:
-            raise OutputError(
+            raise OutputRefusedError(
                 errno.ENOSPC,
                 f"only {free_bytes} bytes are free where {self.path} lies, at least {MIN_FREE_BYTES} are"
                 " needed; free some space or use another place",
@@ -177,7 +185,7 @@ class JobOutput:
         runs again. With `retry_failed`, error records are removed, so that their requests run again.
 
         Raises:
-            OutputError: a line is not a result. The file is left as it is.
+            OutputRefusedError: a line is not a result. The file is left as it is.
         """
         whole_bytes = n_lines = n_dropped = 0
         complete = True
@@ -190,7 +198,7 @@ class JobOutput:
                     if not complete:
                         logger.warning("%s: incomplete last line of %d bytes removed", self.path, len(data))
                         break
-                    raise OutputError(
+                    raise OutputRefusedError(
                         errno.EINVAL,
                         f"{self.path}, line {n_lines}, is not a result of a batch job; remove that line, use"
                         " another output file, or --overwrite to start again",

@@ -282,10 +282,13 @@ class JobRunner(Generic[R]):
             return False
         if content != identity.content:
             if identity.derived:
+                failed = self._ids.is_failed(identity.custom_id)
+                remedy = "--retry-failed removes error records, " if failed else ""
                 raise InputChangedError(
-                    f"line {identity.number} of the input is not the line that the result"
-                    f" {identity.custom_id!r} was made from: lines without an id are known by their place,"
-                    " which must not change between runs. Give the lines ids, or start again with --overwrite"
+                    f"line {identity.number} of the input is not the line that the"
+                    f" {'error record' if failed else 'result'} {identity.custom_id!r} was made from: lines"
+                    " without an id are known by their place, which must not change between runs."
+                    f" {remedy or 'Give the lines ids, or '}--overwrite starts again"
                 )
             self._n_changed += 1
             if self._n_changed == 1:
@@ -319,7 +322,8 @@ class JobRunner(Generic[R]):
                     self._engine.add_request(request_id, prompt.token_ids, prompt.params, prompt.text)
                 except ValueError as error:
                     raise LineError("invalid_request", _which(index, prompts, str(error))) from None
-                started.append(request_id)
+                finally:
+                    started.append(request_id)  # also after a refusal: the engine may have noted a part of it
         except ValueError:
             for request_id in started:
                 self._engine.abort(request_id)
