@@ -1,4 +1,4 @@
-"""KV cache pages as tensors: encode full pages, decode them, gather a batch of sequences into staging buffers.
+"""KV cache pages as tensors: encode full pages, decode them, gather a batch of sequences for attention.
 
 Formats and page layout are in `quant.kv_formats`. Everything here works on any torch device; on the CPU the
 heavy loops run in numba (`quant.kv_jit`), which is imported on first use.
@@ -6,137 +6,16 @@ heavy loops run in numba (`quant.kv_jit`), which is imported on first use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from quant.kv_formats import PAGE_ALIGN_BYTES, CacheFormat, check_page_tokens
+from quant.kv_batch import PLAIN_DTYPES, PagedBatch, page_addresses, tail_addresses
+from quant.kv_formats import CacheFormat
 
 # Cache values beyond this are refused: differences of two of them must stay finite in fp32.
 MAX_ABS_VALUE = 2.0**126
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedBatch:
-    """Where the K and V of a batch of sequences rest in one layer: full pages in arenas, tails apart.
-
-    A sequence of seq_lens[i] tokens is (seq_lens[i] - tail_lens[i]) / page_tokens full pages followed by its
-    uncompressed tail of tail_lens[i] <= page_tokens tokens. A sequence may appear in several rows with
-    different lengths: that is how several query tokens of one sequence are attended at once.
-
-    arenas: uint8 (n_slots, >= page_nbytes) each, rows contiguous; page_slots: int32 (batch, max_pages), entries
-    past a sequence's pages are ignored; page_arenas: int32 (batch, max_pages), the arena of each page, or None
-    when all are in arenas[0]; seq_lens, tail_lens, tail_slots: int32 (batch,); tails: (n_tail_slots, 2,
-    n_kv_heads, page_tokens, head_dim) in fp32, bf16 or fp16, each slot contiguous, K first. Lengths and tables
-    are on the CPU, arenas and tails on one device. Raises ValueError on anything that does not fit together.
-    """
-
-    fmt: CacheFormat
-    page_tokens: int
-    n_kv_heads: int
-    head_dim: int
-    arenas: tuple[Tensor, ...]
-    page_slots: Tensor
-    seq_lens: Tensor
-    tail_lens: Tensor
-    tails: Tensor
-    tail_slots: Tensor
-    page_arenas: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        check_page_tokens(self.page_tokens)
-        self._check_storage()
-        self._check_tables()
-
-    @property
-    def batch(self) -> int:
-        return self.seq_lens.shape[0]
-
-    @property
-    def page_nbytes(self) -> int:
-        return self.fmt.page_nbytes(
-            page_tokens=self.page_tokens, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self.tails.device
-
-    def full_pages(self) -> Tensor:
-        """Number of full pages of each sequence, int32 (batch,)."""
-        return torch.div(self.seq_lens - self.tail_lens, self.page_tokens, rounding_mode="floor")
-
-    def _check_storage(self) -> None:
-        slot_shape = (2, self.n_kv_heads, self.page_tokens, self.head_dim)
-        if (
-            self.tails.dtype not in PLAIN_DTYPES
-            or self.tails.dim() != 5
-            or self.tails.shape[1:] != slot_shape
-        ):
-            raise ValueError(
-                f"tails must be float (n_tail_slots, {', '.join(map(str, slot_shape))}), "
-                f"got {self.tails.dtype} {tuple(self.tails.shape)}"
-            )
-        if self.tails.shape[0] and not self.tails[0].is_contiguous():
-            raise ValueError(f"each slot of tails must be contiguous, got strides {self.tails.stride()}")
-        for arena in self.arenas:
-            if arena.dtype != torch.uint8 or arena.dim() != 2 or arena.shape[1] < self.page_nbytes:
-                raise ValueError(
-                    f"a {self.fmt.name} page arena must be uint8 (n_slots, >= {self.page_nbytes}), "
-                    f"got {arena.dtype} {tuple(arena.shape)}"
-                )
-            if arena.stride(1) != 1 or arena.stride(0) % PAGE_ALIGN_BYTES or arena.data_ptr() % 16:
-                raise ValueError(
-                    f"page arena rows must be contiguous, {PAGE_ALIGN_BYTES}-byte multiples apart and start on "
-                    f"16 bytes, got strides {arena.stride()} at address {arena.data_ptr():#x}"
-                )
-            if arena.device != self.tails.device:
-                raise ValueError(
-                    f"arenas are on {arena.device}, tails on {self.tails.device}; use one device"
-                )
-
-    def _check_tables(self) -> None:
-        for name in ("seq_lens", "tail_lens", "tail_slots"):
-            table = getattr(self, name)
-            if table.dtype != torch.int32 or table.shape != (self.batch,) or table.device.type != "cpu":
-                raise ValueError(
-                    f"{name} must be int32 ({self.batch},) on the CPU, got {table.dtype} {tuple(table.shape)}"
-                )
-        if self.page_slots.dtype != torch.int32 or self.page_slots.shape[:1] != (self.batch,):
-            raise ValueError(
-                f"page_slots must be int32 ({self.batch}, max_pages), "
-                f"got {self.page_slots.dtype} {tuple(self.page_slots.shape)}"
-            )
-        if self.page_arenas is not None and (
-            self.page_arenas.dtype != torch.int32 or self.page_arenas.shape != self.page_slots.shape
-        ):
-            raise ValueError(
-                f"page_arenas must be int32 {tuple(self.page_slots.shape)} like page_slots, "
-                f"got {self.page_arenas.dtype} {tuple(self.page_arenas.shape)}"
-            )
-        if not self.batch:
-            return
-        paged = self.seq_lens - self.tail_lens
-        if bool((paged % self.page_tokens != 0).any()) or int(paged.min()) < 0:
-            raise ValueError(
-                f"seq_lens - tail_lens must be whole pages of {self.page_tokens} tokens, got {paged.tolist()}"
-            )
-        tail_min, tail_max = (int(bound) for bound in self.tail_lens.aminmax())
-        if tail_min < 0 or tail_max > self.page_tokens:
-            raise ValueError(f"tail_lens must be 0..{self.page_tokens}, got {tail_min}..{tail_max}")
-        if int(paged.max()) > self.page_slots.shape[1] * self.page_tokens:
-            raise ValueError(
-                f"a sequence has {int(paged.max()) // self.page_tokens} full pages, "
-                f"page_slots has room for {self.page_slots.shape[1]}"
-            )
-        has_tail = self.tail_lens > 0
-        in_range = (self.tail_slots >= 0) & (self.tail_slots < self.tails.shape[0])
-        if bool((has_tail & ~in_range).any()):
-            raise ValueError(
-                f"tail_slots must be 0..{self.tails.shape[0] - 1}, got {self.tail_slots[has_tail & ~in_range].tolist()}"
-            )
+# The CPU kernels read vectors of eight channels; narrower heads (toy models) go through torch.
+MIN_VECTOR_DIM = 8
 
 
 def page_views(
@@ -150,16 +29,16 @@ def page_views(
     for part in fmt.page_parts(page_tokens=page_tokens, n_kv_heads=n_kv_heads, head_dim=head_dim):
         raw = pages[:, part.offset_bytes : part.end_bytes]
         # (n_pages, bytes of the part) -> (n_pages, *part.shape)
-        views[part.name] = raw.view(getattr(torch, part.dtype)).unflatten(1, part.shape)
+        views[part.name] = raw.view(getattr(torch, part.dtype)).view(pages.shape[0], *part.shape)
     return views
 
 
 def encode_pages(k: Tensor, v: Tensor, fmt: CacheFormat, out: Tensor) -> None:
-    """Store full pages: k, v (n_pages, n_kv_heads, page_tokens, head_dim) -> out uint8 (n_pages, >= page_nbytes).
+    """Store full pages k, v (n_pages, n_kv_heads, page_tokens, head_dim) in out, uint8 (n_pages, >= page_nbytes).
 
-    k, v: fp32, bf16 or fp16. Every rebuilt value is within half a step of the original plus the rounding of the
-    stored fp16 parameters (2^-11 of minimum and range). Raises ValueError for shapes that do not fit, and
-    for values that are not finite or exceed MAX_ABS_VALUE, naming the page.
+    k, v: fp32, bf16 or fp16. Every rebuilt value is within half a step of the original plus the rounding of
+    the stored fp16 parameters (2^-11 of minimum and range). Raises ValueError for shapes that do not fit,
+    and for values that are not finite or exceed MAX_ABS_VALUE, naming the page.
     """
     if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype or k.dtype not in PLAIN_DTYPES:
         raise ValueError(
@@ -185,14 +64,14 @@ def encode_pages(k: Tensor, v: Tensor, fmt: CacheFormat, out: Tensor) -> None:
 def _encode_side(
     what: str, x: Tensor, axis: int, fmt: CacheFormat, codes: Tensor, scale: Tensor, minimum: Tensor
 ) -> Tensor:
-    """Fill codes, scale and minimum of K (axis 2: over tokens) or V (axis 3: over channels); return the units."""
-    low, high = x.float().aminmax(dim=axis)
+    """Fill codes, scale and minimum of K (axis 2: over tokens) or V (axis 3: channels); return units."""
+    low, high = _extremes(x, axis)
     # Both comparisons are false for NaN.
     bad = ~((low >= -MAX_ABS_VALUE) & (high <= MAX_ABS_VALUE)).flatten(1).all(1)
     if bool(bad.any()):
         raise ValueError(
-            f"{what} of page {int(bad.nonzero()[0])} (of {x.shape[0]}) holds NaN, infinity or a magnitude above "
-            f"2^126; the cache cannot store it: check the model's weights and attention inputs"
+            f"{what} of page {int(bad.nonzero()[0])} (of {x.shape[0]}) holds NaN, infinity or a magnitude "
+            f"above 2^126; the cache cannot store it: check the model's weights and attention inputs"
         )
     # The largest magnitude of a head becomes 2^14..2^15 units, inside fp16's range: an exponent shift.
     peak = torch.maximum(low.abs(), high.abs()).amax(dim=2)  # (n_pages, n_kv_heads)
@@ -204,8 +83,29 @@ def _encode_side(
     # Codes are computed from the stored, rounded parameters: their rounding is corrected as far as it can be.
     step = scale.float()
     inverse_step = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-    _encode_codes(x, axis, fmt, codes, inverse_unit, minimum.float(), inverse_step)
+    base = minimum.float()
+    if _runs_in_numba(x):
+        from quant import kv_jit
+
+        kv_jit.encode_codes(x, axis, fmt, codes, inverse_unit, base, inverse_step)
+    else:
+        _encode_codes(x, axis, fmt, codes, inverse_unit, base, inverse_step)
     return unit
+
+
+def _runs_in_numba(x: Tensor) -> bool:
+    """Whether the CPU kernels take this tensor: rows of whole vectors and contiguous pages."""
+    return x.device.type == "cpu" and x.shape[-1] >= MIN_VECTOR_DIM and x.is_contiguous()
+
+
+def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest value over an axis, fp32; NaN where any value is NaN."""
+    if _runs_in_numba(x):
+        from quant import kv_jit
+
+        return kv_jit.extremes(x, axis)
+    low, high = x.float().aminmax(dim=axis)
+    return low, high
 
 
 def _encode_codes(
@@ -222,7 +122,8 @@ def _encode_codes(
     code = code.to(torch.uint8)
     row_nbytes = codes.shape[-1]
     pad = row_nbytes * fmt.codes_per_byte - x.shape[-1]
-    planes = torch.nn.functional.pad(code, (0, pad)).unflatten(-1, (fmt.codes_per_byte, row_nbytes))
+    padded = torch.nn.functional.pad(code, (0, pad))
+    planes = padded.view(*code.shape[:-1], fmt.codes_per_byte, row_nbytes)
     packed = planes[..., 0, :].clone()
     for plane in range(1, fmt.codes_per_byte):
         packed |= planes[..., plane, :] << (plane * fmt.bits)
@@ -238,7 +139,7 @@ def decode_pages(
     head_dim: int,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Rebuild K and V of pages uint8 (n_pages, >= page_nbytes): two (n_pages, n_kv_heads, page_tokens, head_dim)."""
+    """Rebuild pages uint8 (n_pages, >= page_nbytes): K, V (n_pages, n_kv_heads, page_tokens, head_dim)."""
     parts = page_views(pages, fmt, page_tokens=page_tokens, n_kv_heads=n_kv_heads, head_dim=head_dim)
     if not fmt.is_packed:
         kv = parts["kv"].to(dtype)
@@ -257,3 +158,73 @@ def _decode_codes(codes: Tensor, fmt: CacheFormat, head_dim: int) -> Tensor:
     """uint8 (..., row_nbytes) -> fp32 codes (..., head_dim)."""
     planes = [(codes >> (plane * fmt.bits)) & fmt.levels for plane in range(fmt.codes_per_byte)]
     return torch.cat(planes, dim=-1)[..., :head_dim].float()
+
+
+def gather_pages(
+    batch: PagedBatch,
+    k_out: Tensor | None = None,
+    v_out: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Unpack pages and tails of a batch into two staging buffers (batch, n_kv_heads, max_len, head_dim).
+
+    k_out, v_out: contiguous buffers to fill, of one float dtype, any max_len >= the longest sequence; made with
+    `dtype` if None. Positions past a sequence's length become 0. Returns (k_out, v_out).
+    Raises ValueError for buffers or page slots that do not fit.
+    """
+    longest = int(batch.seq_lens.max()) if batch.batch else 0
+    if k_out is None or v_out is None:
+        shape = (batch.batch, batch.n_kv_heads, longest, batch.head_dim)
+        k_out = torch.empty(shape, dtype=dtype, device=batch.device)
+        v_out = torch.empty(shape, dtype=dtype, device=batch.device)
+    wanted = (
+        batch.batch,
+        batch.n_kv_heads,
+        max(longest, k_out.shape[2] if k_out.dim() == 4 else 0),
+        batch.head_dim,
+    )
+    for buffer in (k_out, v_out):
+        if (
+            not buffer.is_contiguous()
+            or buffer.shape != wanted
+            or buffer.dtype not in PLAIN_DTYPES
+            or buffer.dtype != k_out.dtype
+        ):
+            raise ValueError(
+                f"staging buffers must both be contiguous float ({batch.batch}, {batch.n_kv_heads}, >= {longest}, "
+                f"{batch.head_dim}), got {buffer.dtype} {tuple(buffer.shape)}"
+            )
+    if batch.device.type == "cpu" and batch.head_dim >= MIN_VECTOR_DIM:
+        from quant import kv_jit
+
+        kv_jit.gather(batch, page_addresses(batch), tail_addresses(batch), k_out, v_out)
+    else:
+        _gather_torch(batch, k_out, v_out)
+    return k_out, v_out
+
+
+def _gather_torch(batch: PagedBatch, k_out: Tensor, v_out: Tensor) -> None:
+    full = batch.full_pages().tolist()
+    for i, (n_full, length, tail_len) in enumerate(
+        zip(full, batch.seq_lens.tolist(), batch.tail_lens.tolist(), strict=True)
+    ):
+        for page in range(n_full):
+            arena = batch.arenas[0 if batch.page_arenas is None else int(batch.page_arenas[i, page])]
+            slot = int(batch.page_slots[i, page])
+            k, v = decode_pages(
+                arena[slot : slot + 1],
+                batch.fmt,
+                n_kv_heads=batch.n_kv_heads,
+                page_tokens=batch.page_tokens,
+                head_dim=batch.head_dim,
+                dtype=k_out.dtype,
+            )
+            span = slice(page * batch.page_tokens, (page + 1) * batch.page_tokens)
+            k_out[i, :, span] = k[0]
+            v_out[i, :, span] = v[0]
+        if tail_len:
+            tail = batch.tails[int(batch.tail_slots[i])]
+            k_out[i, :, length - tail_len : length] = tail[0, :, :tail_len]
+            v_out[i, :, length - tail_len : length] = tail[1, :, :tail_len]
+        k_out[i, :, length:] = 0
+        v_out[i, :, length:] = 0

@@ -85,10 +85,10 @@ class CacheFormat:
     def page_parts(self, *, page_tokens: int, n_kv_heads: int, head_dim: int) -> tuple[PagePart, ...]:
         """The arrays of one page, in order of their offset, each aligned to PART_ALIGN_BYTES.
 
-        Plain: kv (2, n_kv_heads, page_tokens, head_dim). Packed: k_codes (n_kv_heads, page_tokens, row_nbytes), k_scale and k_min (n_kv_heads,
-        head_dim), v_codes like k_codes, v_scale and v_min (n_kv_heads, page_tokens), units (2, n_kv_heads)
-        for K and V.
-        Raises ValueError for sizes that no page can have.
+        Plain: kv (2, n_kv_heads, page_tokens, head_dim). Packed: k_codes (n_kv_heads, page_tokens,
+        row_nbytes), k_scale and k_min (n_kv_heads, head_dim), v_codes like k_codes, v_scale and v_min
+        (n_kv_heads, page_tokens), units (2, n_kv_heads) for K and V. Raises ValueError for sizes that no
+        page can have.
         """
         return _page_parts(self, page_tokens, n_kv_heads, head_dim)
 
