@@ -15,11 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from policy.footprint import PLAIN_BYTES, KvShape, ModelFootprint, UnitFootprint
+from policy.footprint import PLAIN_BYTES, KvShape, ModelFootprint, UnitFootprint, align_up
 from policy.hardware import AttentionRates, Hardware
-from policy.memory_plan import BlockSizes, block_sizes, cache_element_bytes, resolve_cache_format
+from policy.memory_plan import (
+    DISK_ALIGN_BYTES,
+    BlockSizes,
+    block_sizes,
+    cache_element_bytes,
+    resolve_cache_format,
+)
 from policy.passes import BatchState
 from policy.schedule import Lane, Op, OpKind
 from policy.tiers import Tier
@@ -61,6 +68,42 @@ class _Layer:
     page_bytes: int
     page_disk_bytes: int
     token_bytes: int
+
+
+@lru_cache(maxsize=64)
+def _static_parts(
+    footprint: ModelFootprint, weight_format: str, cache_format: str, compute_dtype: str, page_tokens: int
+) -> tuple[list[int], dict[int, int], list[_Layer], list[int], list[int]]:
+    """What does not depend on the block: for each unit the first that costs the same, how many there are of
+    each such class, kinds of attention layers, units that load and that store hidden states."""
+    seen: dict[tuple[Any, ...], int] = {}
+    classes, counts = [], dict[int, int]()
+    kinds: dict[KvShape, tuple[int, int]] = {}
+    for i, u in enumerate(footprint.units):
+        key = (u.kind, u.linear_shapes, u.nbytes[weight_format], u.kv, u.flops_per_token, u.rows_only)
+        first = seen.setdefault(key, i)
+        classes.append(first)
+        counts[first] = counts.get(first, 0) + 1
+        if u.kv is not None:
+            unit, n = kinds.get(u.kv, (i, 0))
+            kinds[u.kv] = (unit, n + 1)
+    fmt = parse_cache_format(cache_format)
+    element = cache_element_bytes(cache_format, compute_dtype)
+    layers = []
+    for kv, (unit, n) in kinds.items():
+        page = fmt.page_nbytes(page_tokens=page_tokens, n_kv_heads=kv.n_kv_heads, head_dim=kv.head_dim)
+        layers.append(
+            _Layer(
+                kv=kv,
+                unit=unit,
+                count=n,
+                page_bytes=page,
+                page_disk_bytes=align_up(page, DISK_ALIGN_BYTES),
+                token_bytes=kv.elements_per_token * element,
+            )
+        )
+    all_tokens = [i for i, u in enumerate(footprint.units) if not u.rows_only]
+    return classes, counts, layers, [i for i in all_tokens if i > 0], all_tokens[:-1]
 
 
 class CostModel:
@@ -107,58 +150,12 @@ class CostModel:
             compute_dtype=hardware.compute_dtype,
             schedule=schedule,
         )
-        self._layers = self._kinds_of_layers()
-        self.unit_class = self._classes()
-        self._class_counts: dict[int, int] = {}
-        for index in self.unit_class:
-            self._class_counts[index] = self._class_counts.get(index, 0) + 1
-        units = footprint.units
-        all_tokens = [i for i, u in enumerate(units) if not u.rows_only]
-        self.hidden_loads = [i for i in all_tokens if i > 0]
-        self.hidden_stores = [i for i in all_tokens if i != all_tokens[-1]]
+        static = _static_parts(
+            footprint, self.weight_format, self.cache_format, hardware.compute_dtype, limits.page_tokens
+        )
+        self.unit_class, self._class_counts, self._layers, self.hidden_loads, self.hidden_stores = static
         self.n_streamable = len(footprint.streamable)
         self._compute_cache: dict[tuple[Any, ...], float] = {}
-
-    def _classes(self) -> list[int]:
-        """For each unit the first unit that costs exactly the same."""
-        seen: dict[tuple[Any, ...], int] = {}
-        classes = []
-        for i, u in enumerate(self.footprint.units):
-            key = (
-                u.kind,
-                u.linear_shapes,
-                u.nbytes[self.weight_format],
-                u.kv,
-                u.flops_per_token,
-                u.rows_only,
-            )
-            classes.append(seen.setdefault(key, i))
-        return classes
-
-    def _kinds_of_layers(self) -> list[_Layer]:
-        fmt = parse_cache_format(self.cache_format)
-        token_element = cache_element_bytes(self.cache_format, self.hardware.compute_dtype)
-        found: dict[KvShape, tuple[int, int]] = {}
-        for i, u in enumerate(self.footprint.units):
-            if u.kv is not None:
-                first, n = found.get(u.kv, (i, 0))
-                found[u.kv] = (first, n + 1)
-        layers = []
-        for kv, (first, n) in found.items():
-            page = fmt.page_nbytes(
-                page_tokens=self.limits.page_tokens, n_kv_heads=kv.n_kv_heads, head_dim=kv.head_dim
-            )
-            layers.append(
-                _Layer(
-                    kv=kv,
-                    unit=first,
-                    count=n,
-                    page_bytes=page,
-                    page_disk_bytes=-(-page // 4096) * 4096,
-                    token_bytes=kv.elements_per_token * token_element,
-                )
-            )
-        return layers
 
     # -- bytes ---------------------------------------------------------------------------------------------
 

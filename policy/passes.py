@@ -8,7 +8,9 @@ in which gpu_batch_size / gen_len prompts enter a gpu batch with each pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from policy.tiers import ScheduleName
 from policy.workload import Limits, Workload
@@ -61,6 +63,54 @@ class PassSeries:
     generated_tokens: float
     total_tokens: float
     n_prefill_passes: int
+
+
+def scaled(state: BatchState, factor: float) -> BatchState:
+    """The state of `factor` times as many sequences."""
+    return BatchState(
+        **{n: getattr(state, n) * (1.0 if n == "context" else factor) for n in BatchState.__slots__}
+    )
+
+
+def mean_state(states: Sequence[BatchState]) -> BatchState:
+    n = len(states)
+    return BatchState(**{name: sum(getattr(s, name) for s in states) / n for name in BatchState.__slots__})
+
+
+@lru_cache(maxsize=64)
+def _single_sequence(
+    workload: Workload, page_tokens: int, steady: bool, n_buckets: int
+) -> tuple[tuple[BatchState, float], ...]:
+    """Mean passes of one sequence: its prompt, then buckets of its further tokens; or its steady share."""
+    limits = Limits(max_tokens=workload.max_tokens, pass_tokens=workload.max_tokens, page_tokens=page_tokens)
+    if steady:
+        series = _refill(replace(workload, num_requests=None), limits, 1, 1)
+        return ((series.states[0], 1.0),)
+    states = _static(workload, limits, 1, 1).states
+    passes = [(states[0], 1.0)]
+    rest = states[1:]
+    n = min(n_buckets, len(rest))
+    for i in range(n):
+        bucket = rest[len(rest) * i // n : len(rest) * (i + 1) // n]
+        passes.append((mean_state(bucket), float(len(bucket))))
+    return tuple(passes)
+
+
+def mean_passes(
+    workload: Workload, limits: Limits, *, gpu_batch_size: int, schedule: str, n_buckets: int = 3
+) -> tuple[tuple[tuple[BatchState, float], ...], float, bool]:
+    """A run in few passes: ((state, how many are alike), ...), tokens of one gpu batch in them (generated, or
+    the prompts' where nothing is generated), and whether pages stay from pass to pass (a static block)."""
+    steady = schedule == "refill" and not workload.scoring
+    single = _single_sequence(workload, limits.page_tokens, steady, n_buckets)
+    if steady:
+        state = scaled(single[0][0], gpu_batch_size)
+        return ((state, 1.0),), state.rows, False
+    n_prefill = max(1, -(-gpu_batch_size * workload.max_prompt_len // limits.pass_tokens))
+    passes = [(scaled(single[0][0], gpu_batch_size / n_prefill), float(n_prefill))]
+    passes += [(scaled(state, gpu_batch_size), m) for state, m in single[1:]]
+    per_sequence = _mean_prompt(workload) if workload.scoring else _mean_gen(workload)
+    return tuple(passes), gpu_batch_size * per_sequence, True
 
 
 def _survival(workload: Workload) -> list[float]:
