@@ -157,6 +157,26 @@ class CostModel:
         self.n_streamable = len(footprint.streamable)
         self._compute_cache: dict[tuple[Any, ...], float] = {}
 
+    def forget(self) -> None:
+        """Drop remembered seconds, after the hardware was replaced."""
+        self._compute_cache = {}
+
+    def for_footprint(self, footprint: ModelFootprint) -> CostModel:
+        """The same block shape on the same machine for another model."""
+        return CostModel(
+            footprint,
+            self.hardware,
+            self.limits,
+            gpu_batch_size=self.gpu_batch_size,
+            num_gpu_batches=self.n_batches,
+            weight_format=self.weight_format,
+            cache_format=self.cache_format,
+            n_cpu_attention=self.n_cpu_attention,
+            schedule=self.schedule,
+            overlap=self.overlap,
+            unpack_per_batch=self.unpack_per_batch,
+        )
+
     # -- bytes ---------------------------------------------------------------------------------------------
 
     def _seen_frac(self, state: BatchState, kv: KvShape) -> float:

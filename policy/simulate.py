@@ -13,13 +13,15 @@ fill a page at once.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from policy.cost import CostModel, Flow, Pages
+from policy.hardware import Hardware
 from policy.memory_plan import MemoryPlan, pages_by_tier
 from policy.passes import BatchState, PassSeries
 from policy.schedule import BatchPlan, Depths, Lane, Op, UnitPlan, ZigZag
@@ -75,6 +77,29 @@ class PlacedRun:
         hidden = memory.hidden_homes
         n = [sum(home is tier for home in hidden) / len(hidden) for tier in Tier]
         self.hidden_fracs = (n[0], n[1], n[2])
+
+    def with_hardware(self, hardware: Hardware) -> PlacedRun:
+        """The same placement costed at other rates."""
+        cost = copy.copy(self.cost)
+        cost.hardware = hardware
+        cost.forget()
+        run = copy.copy(self)
+        run.cost = cost
+        return run
+
+    def shortened(self, n_layers: int) -> PlacedRun:
+        """The same run on the model's first layers only, for ranking: homes are spread evenly, so the first
+        layers look like all of them."""
+        footprint = self.cost.footprint
+        if footprint.n_layers <= n_layers:
+            return self
+        kept = [i for i, u in enumerate(footprint.units) if u.layer < n_layers]
+        short = replace(
+            footprint, units=tuple(footprint.units[i] for i in kept), n_layers=n_layers, n_parameters=0
+        )
+        homes = dict(zip(footprint.streamable, self.memory.unit_homes, strict=True))
+        memory = replace(self.memory, unit_homes=tuple(homes[i] for i in kept if i in homes))
+        return PlacedRun(self.cost.for_footprint(short), memory, depths=self.depths)
 
     def flow(self, state: BatchState) -> Flow:
         """Where the pass finds its pages and where it leaves new ones."""
