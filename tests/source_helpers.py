@@ -14,6 +14,7 @@ from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import config_from_hf
 from flexrun.model.schema import ModelConfig
 from offload.units import TensorSpec
+from offload.weights import WeightSource
 
 VOCAB = 97
 MODERN: dict[str, Any] = {
@@ -119,3 +120,18 @@ def write_folder(
     named = {(name if name.startswith(heads) else prefix + name): t for name, t in tensors.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def filled_runs(source: WeightSource, model: DecoderModel) -> dict[str, torch.Tensor]:
+    """Every unit's run and every table, filled over bytes that must all be overwritten."""
+    runs: dict[str, torch.Tensor] = {}
+    for unit in model.units:
+        runs[unit.name] = torch.full((source.layout(unit).nbytes,), 0xA5, dtype=torch.uint8)
+        source.fill(unit, runs[unit.name])
+        for spec in unit.tensors:
+            if spec.kind == "rows":
+                nbytes = source.table_format(spec).nbytes(spec.shape)
+                table = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+                source.fill_table(spec, table)
+                runs[f"{unit.name}/{spec.name}"] = table
+    return runs

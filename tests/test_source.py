@@ -11,7 +11,7 @@ from model_helpers import build_tensor
 from source_helpers import CONFIGS, random_tensors, tiny_model, write_folder
 
 from flexrun.checkpoint import open_checkpoint
-from flexrun.checkpoint import source as source_module
+from flexrun.checkpoint import filling as filling_module
 from flexrun.checkpoint.source import CheckpointSource
 from flexrun.model.assemble import DecoderModel
 from offload.weights import UnitLayout, WeightSource
@@ -57,7 +57,7 @@ def assert_same_weights(source: WeightSource, model: DecoderModel, tensors: dict
 @pytest.fixture(params=[None, 7], ids=["whole", "blocks of few rows"])
 def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
-        monkeypatch.setattr(source_module, "BLOCK_BYTES", request.param * 4 * 48)
+        monkeypatch.setattr(filling_module, "BLOCK_BYTES", request.param * 4 * 48)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -1,0 +1,144 @@
+"""Rows of checkpoint tensors into their places in a unit's run, straight or through row blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexrun.checkpoint.rows import BLOCK_BYTES, RowReader, TransposedReader
+from offload.units import TensorSpec
+from offload.weights import TensorSlot
+from quant.formats import WeightFormat
+from quant.pack import quantize_rows_into
+from quant.packed import PackedTensor, empty_packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Rows start..stop of a source, at dest_row of a tensor. heads: see TensorPart.unpermute_heads."""
+
+    reader: RowReader
+    start: int
+    stop: int
+    dest_row: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """How one tensor of a unit is stored and what it is made of."""
+
+    spec: TensorSpec
+    format: WeightFormat
+    pieces: tuple[Piece, ...]
+    transposed: bool
+
+
+def fill_tensor(plan: TensorPlan, slot: TensorSlot, run: Tensor, method: str) -> None:
+    """Write one tensor into its slot of a unit's run. method: the quantiser, should one be needed."""
+    view = slot.view(run)
+    if isinstance(view, PackedTensor):
+        zero_gaps(view)
+        _fill_packed(plan, view, method)
+        return
+    raw = run[slot.offset_bytes : slot.offset_bytes + slot.nbytes]
+    if plan.transposed:
+        reader = plan.pieces[0].reader
+        assert isinstance(reader, TransposedReader)
+        _fill_plain(reader.as_stored, 0, reader.width, 0, view.t(), raw)
+        return
+    row_nbytes = slot.nbytes // slot.shape[0]
+    for piece in plan.pieces:
+        begin, end = piece.dest_row, piece.dest_row + piece.stop - piece.start
+        target_raw = raw[begin * row_nbytes : end * row_nbytes]
+        _fill_plain(piece.reader, piece.start, piece.stop, piece.heads, view[begin:end], target_raw)
+
+
+def zero_gaps(packed: PackedTensor) -> None:
+    """Zero the bytes between and after the parts of a packed tensor, so that equal tensors have equal bytes."""
+    end = 0
+    for part in packed.format.parts(packed.shape):
+        packed.buffer[end : part.offset_bytes].zero_()
+        end = part.offset_bytes + part.nbytes
+    packed.buffer[end:].zero_()
+
+
+def put_rows(dest: PackedTensor, dest_row: int, rows: PackedTensor) -> None:
+    """Copy all rows of a packed tensor into another one of the same format and width."""
+    n = rows.shape[0]
+    for name, part in rows.to_parts().items():
+        target = dest.part(name)
+        if name == "permutation":
+            target.copy_(part)
+        else:
+            target[dest_row : dest_row + n].copy_(part)
+
+
+def row_blocks(start: int, stop: int, width: int) -> Iterable[tuple[int, int]]:
+    """start..stop cut into ranges of rows that take at most BLOCK_BYTES as fp32 (one row at least)."""
+    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
+
+
+def _fill_plain(
+    reader: RowReader, start: int, stop: int, heads: int, target: Tensor, target_raw: Tensor
+) -> None:
+    """Rows start..stop into target (rows, width) or (rows,); target_raw: the same memory as bytes."""
+    native = reader.native
+    straight = native is not None and native.is_plain and getattr(torch, native.plain_dtype) == target.dtype
+    if straight and not heads and reader.where(start, stop) is not None:
+        reader.read_where(start, stop, target_raw)
+        return
+    for first, last in row_blocks(start, stop, reader.width):
+        target[first - start : last - start] = _values(reader, first, last, heads, target.dtype)
+
+
+def _fill_packed(plan: TensorPlan, dest: PackedTensor, method: str) -> None:
+    for piece in plan.pieces:
+        reader, offset = piece.reader, piece.dest_row - piece.start
+        as_is = reader.native == plan.format
+        if as_is and plan.format.kind == "block" and not piece.heads:
+            row_nbytes = dest.nbytes // dest.shape[0]
+            begin, end = (piece.start + offset) * row_nbytes, (piece.stop + offset) * row_nbytes
+            reader.read_where(piece.start, piece.stop, dest.buffer[begin:end])
+            continue
+        for first, last in row_blocks(piece.start, piece.stop, reader.width):
+            if as_is:
+                put_rows(dest, first + offset, _packed_rows(reader, first, last, piece.heads))
+            else:
+                values = _values(reader, first, last, piece.heads, torch.float32)
+                quantize_rows_into(dest, first + offset, values, method=method, name=reader.name)
+
+
+def _values(reader: RowReader, start: int, stop: int, heads: int, dtype: torch.dtype) -> Tensor:
+    if not heads:
+        return reader.values(start, stop, dtype)
+    first, last, chosen = _permuted_rows(reader.n_rows, heads, start, stop)
+    return reader.values(first, last, dtype)[chosen]
+
+
+def _packed_rows(reader: RowReader, start: int, stop: int, heads: int) -> PackedTensor:
+    if not heads:
+        return reader.packed(start, stop)
+    first, last, chosen = _permuted_rows(reader.n_rows, heads, start, stop)
+    read = reader.packed(first, last)
+    rows = empty_packed(read.format, (stop - start, reader.width))
+    for name, part in rows.to_parts().items():
+        part.copy_(read.part(name) if name == "permutation" else read.part(name)[chosen])
+    return rows
+
+
+def _permuted_rows(n_rows: int, heads: int, start: int, stop: int) -> tuple[int, int, Tensor]:
+    """Which stored rows make up rows start..stop in their proper order: a range of whole heads, and the
+    rows to take from it."""
+    per_head = n_rows // heads
+    rows = torch.arange(start, stop)
+    head, within = rows // per_head, rows % per_head
+    half = per_head // 2
+    stored = head * per_head + (within % half) * 2 + within // half
+    first, last = start // per_head * per_head, -(-stop // per_head) * per_head
+    return first, last, stored - first
