@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,21 +13,21 @@ import torch
 
 from flexrun.chat import ChatTemplate, encode_chat
 from flexrun.checkpoint.open_model import OpenedModel, open_model
+from flexrun.checkpoint.packed import PackedSource
+from flexrun.checkpoint.packing import cached_pack
 from flexrun.defaults import Wish, default_policy
 from flexrun.engine import Engine
 from flexrun.request import RequestError, RequestOutput, SamplingParams
 from flexrun.runtime import DTYPE_NAMES, Runtime, layout_footprint
 from flexrun.tokenizer import Tokenizer
+from offload.budgets import choose_budgets
 from offload.device import Device, make_device
-from offload.host import free_disk_bytes, host_memory, parse_bytes
+from offload.host import format_bytes, host_memory, parse_bytes
 from offload.memory import TierBudgets
 from offload.trace import Trace
 from policy.tiers import Placement, Policy, ScheduleName, Tier
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-
-# Kept free beside the budget for the interpreter, libraries and what torch allocates in passing.
-_HEADROOM_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +92,15 @@ class LLM:
         if policy is not None:
             weight_format = policy.weight_format if weight_format == "auto" else weight_format
             cache_format = policy.cache_format if cache_format == "auto" else cache_format
-        self.device, budgets = _device_and_budgets(device, gpu_mem, cpu_mem, disk_mem, disk_dir)
+        folder = Path(disk_dir) if disk_dir is not None else default_disk_dir()
+        self.device, budgets, notes = _device_and_budgets(device, gpu_mem, cpu_mem, disk_mem, folder)
         compute_dtype = self.device.compute_dtype(dtype)
         opened = open_model(str(model), weight_format=weight_format, dummy_weights=dummy_weights, seed=seed)
         self.opened: OpenedModel = opened
         self.config = opened.config
-        self.notes: list[str] = [*self.device.notes, *opened.notes]
+        self.notes: list[str] = [*self.device.notes, *notes, *opened.notes]
         self.tokenizer = _tokenizer(tokenizer, opened)
-        self.chat_template: ChatTemplate | None = opened.chat_template()
+        self.chat_template: ChatTemplate | None = opened.load_chat_template(self.tokenizer)
         limit = opened.model.max_positions
         reason = "positions of the model"
         if max_model_len is not None:
@@ -144,8 +146,17 @@ class LLM:
         )
         self.policy = replace(chosen, weight_format=weight_format)
         source = opened.source
-        if self.policy.weights.disk_frac > 0:
-            source = opened.streamable_source(self._needs_disk(opened))
+        if (
+            self.policy.weights.disk_frac > 0
+            and not isinstance(source, PackedSource)
+            and not _streams_as_it_is(opened)
+        ):
+            packed = cached_pack(source, opened.model, folder.parent / "packed", name=opened.name)
+            self.notes.append(
+                f"streaming from the packed copy {packed.path} ({format_bytes(packed.nbytes)}"
+                f"{', made earlier' if packed.reused else ''})"
+            )
+            source = PackedSource(packed.path)
         self.runtime = Runtime(
             opened.model,
             source,
@@ -155,20 +166,16 @@ class LLM:
             device=self.device,
             compute_dtype=compute_dtype,
             budgets=budgets,
-            disk_dir=Path(disk_dir) if disk_dir is not None else None,
+            disk_dir=folder,
             len_limit_reason=reason,
             trace=trace,
         )
         self.notes += self.runtime.notes()
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         self.engine = Engine(
-            self.runtime, tokenizer=self.tokenizer, eos_token_ids=(*eos, *opened.eos_token_ids)
+            self.runtime, tokenizer=self.tokenizer, eos_token_ids=(*eos, *self.config.eos_token_ids)
         )
         self._ids = itertools.count()
-
-    @staticmethod
-    def _needs_disk(opened: OpenedModel) -> bool:
-        return any(opened.source.extents(unit) is None for unit in opened.model.units if not unit.pinned)
 
     @property
     def max_model_len(self) -> int:
@@ -225,20 +232,19 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several."""
-        if messages and isinstance(messages[0], Mapping):
-            messages = [messages]  # type: ignore[list-item]
-        prompts = [self.encode_chat(m, add_generation_prompt=add_generation_prompt) for m in messages]  # type: ignore[arg-type]
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        prompts = [self.encode_chat(m, add_generation_prompt=add_generation_prompt) for m in conversations]
         return self._run(prompts, sampling_params)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> tuple[list[int], str]:
-        """Token ids and text of a conversation by the model's chat template. Raises RequestError."""
-        if self.tokenizer is None or self.chat_template is None:
-            lacks = "tokenizer" if self.tokenizer is None else "chat template"
-            raise RequestError(f"this model has no {lacks}, so it takes no messages; use a plain prompt")
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-        return encode_chat(self.tokenizer, text), text
+        """Token ids and text of a conversation by the model's chat template. Raises ChatError."""
+        text, ids = encode_chat(
+            self.tokenizer, self.chat_template, messages, add_generation_prompt=add_generation_prompt
+        )
+        return ids, text
 
     def score(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> list[Score]:
         """Log-likelihood of each continuation given its context: one prefill each, nothing generated.
@@ -270,9 +276,8 @@ class LLM:
     def _start_token(self) -> int:
         if self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
             return self.tokenizer.bos_token_id
-        eos = self.opened.eos_token_ids
-        if eos:
-            return eos[0]
+        if self.config.eos_token_ids:
+            return self.config.eos_token_ids[0]
         raise RequestError("an empty context needs a BOS or EOS token, and this model names none")
 
     def _run(
@@ -319,6 +324,11 @@ class LLM:
         self.close()
 
 
+def _streams_as_it_is(opened: OpenedModel) -> bool:
+    """Whether every unit's bytes lie in a file in the form in which they are used."""
+    return all(opened.source.extents(unit) is not None for unit in opened.model.units if not unit.pinned)
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -346,7 +356,7 @@ def _tokenizer(given: Tokenizer | str | Path | None, opened: OpenedModel) -> Tok
         from flexrun.tokenizer import load_tokenizer
 
         return load_tokenizer(given)
-    return opened.tokenizer()
+    return opened.load_tokenizer()
 
 
 def _device_and_budgets(
@@ -354,38 +364,27 @@ def _device_and_budgets(
     gpu_mem: str | int | None,
     cpu_mem: str | int | None,
     disk_mem: str | int | None,
-    disk_dir: str | Path | None,
-) -> tuple[Device, TierBudgets]:
-    """The device and what may be used of each tier: as given, else what is free less some headroom."""
-    memory = host_memory()
-    total_gpu: int | None = None
-    if name != "cpu" and torch.accelerator.is_available():
-        probe = make_device(name).gpu_memory()
-        total_gpu = probe[1] if probe else None
-    gpu_bytes = (
-        parse_bytes(gpu_mem, total_bytes=total_gpu or memory.total_bytes, what="--gpu-mem")
-        if gpu_mem is not None
-        else None
-    )
+    disk_dir: Path,
+) -> tuple[Device, TierBudgets, tuple[str, ...]]:
+    """The device and what may be used of each tier; disk space is that of disk_dir's file system."""
+    gpu_bytes = None
+    if gpu_mem is not None:
+        total = host_memory().total_bytes
+        if name != "cpu" and torch.accelerator.is_available():
+            memory = make_device(name).gpu_memory()
+            total = memory[1] if memory else total
+        gpu_bytes = parse_bytes(gpu_mem, total_bytes=total, what="--gpu-mem")
     device = make_device(name, gpu_bytes)
-    if gpu_bytes is None and device.is_accelerator:
-        free = device.gpu_memory()
-        gpu_bytes = int(free[0] * 0.9) if free else 0
-    if cpu_mem is not None:
-        cpu_bytes = parse_bytes(cpu_mem, total_bytes=memory.total_bytes, what="--cpu-mem")
-    else:
-        taken = gpu_bytes or 0 if device.kind == "emulated" else 0
-        cpu_bytes = max(0, int(memory.available_bytes * 0.9) - _HEADROOM_BYTES - taken)
-    folder = Path(disk_dir) if disk_dir is not None else Path.cwd()
-    while not folder.exists():
-        folder = folder.parent
-    free_bytes = free_disk_bytes(folder)
-    disk_bytes = (
-        parse_bytes(disk_mem, total_bytes=free_bytes, what="--disk-mem")
-        if disk_mem is not None
-        else free_bytes
-    )
-    return device, TierBudgets(gpu_bytes=gpu_bytes or 0, cpu_bytes=cpu_bytes, disk_bytes=disk_bytes)
+    existing = disk_dir
+    while not existing.exists():
+        existing = existing.parent
+    budgets, notes = choose_budgets(device, cpu_mem=cpu_mem, disk_mem=disk_mem, disk_dir=existing)
+    return device, budgets, notes
+
+
+def default_disk_dir() -> Path:
+    """Where spill files go if nothing is said: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexrun" / "spill"
 
 
 __all__ = ["LLM", "Prompt", "Score", "Tier"]

@@ -158,8 +158,17 @@ class AttentionUnit(Protocol):
 class Model(Protocol):
     """An ordered list of units and the few sizes that the runtime needs."""
 
-    units: Sequence[Unit]
-    hidden_size: int
-    vocab_size: int
-    n_layers: int
-    max_positions: int
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int: ...
