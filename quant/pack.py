@@ -8,6 +8,8 @@ of a layer's inputs over a calibration batch); it is never worse than min-max in
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ from quant.packed import PackedTensor, empty_packed, numpy_views
 METHODS = ("search", "minmax")
 # fp32 rows held at a time while a tensor is packed.
 ROW_BLOCK_BYTES = 32 * 2**20
+# Affine formats refuse larger magnitudes: a group's range, twice as large, must stay finite in fp32.
+MAX_ABS_VALUE = 2.0**126
 
 
 def quantize(
@@ -78,12 +82,11 @@ def quantize_rows_into(
     for first in range(0, n, step):
         block = rows[first : first + step].to("cpu", torch.float32)
         if block.numel():
-            _check_finite(block, label, row_start + first)
+            _check_values(block, math.inf if fmt.is_plain else MAX_ABS_VALUE, label, row_start + first)
             _pack_block(packed, row_start + first, block.contiguous(), weights, method)
-            if fmt.is_plain:
-                _check_finite(
-                    packed.part("data")[row_start + first :][: block.shape[0]], label, row_start + first
-                )
+            if fmt.is_plain:  # rounding to a shorter type may overflow
+                stored = packed.part("data")[row_start + first : row_start + first + block.shape[0]]
+                _check_values(stored, math.inf, label, row_start + first)
 
 
 def _pack_block(packed: PackedTensor, row: int, block: Tensor, weights: Tensor, method: str) -> None:
@@ -104,16 +107,23 @@ def _pack_block(packed: PackedTensor, row: int, block: Tensor, weights: Tensor, 
     )
 
 
-def _check_finite(block: Tensor, label: str, row: int) -> None:
+def _check_values(block: Tensor, limit: float, label: str, row: int) -> None:
+    """Refuse NaN and magnitudes above limit (infinity: above the largest finite number)."""
     low, high = torch.aminmax(block)
-    if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
+    if (
+        bool(torch.isfinite(low))
+        and bool(torch.isfinite(high))
+        and -limit <= low.item()
+        and high.item() <= limit
+    ):
         return
-    where = torch.nonzero(~torch.isfinite(block))[0].tolist()
+    bad = ~torch.isfinite(block) | (block.abs() > limit)
+    where = torch.nonzero(bad)[0].tolist()
     value = block[tuple(where)].item()
     where[0] += row
     raise ValueError(
-        f"{label} holds {value} at {tuple(where)} as it would be stored; only finite values can be packed. "
-        "Check the checkpoint's file, or use a format of larger range"
+        f"{label} holds {value} at {tuple(where)} as it would be stored; only finite values up to {limit:.4g} can be "
+        "packed. Check the checkpoint's file, or keep the tensor in f32"
     )
 
 

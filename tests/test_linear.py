@@ -1,0 +1,123 @@
+"""linear and unpack over tensors and packed tensors of every kind."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import quant.linear
+from quant.formats import parse_format
+from quant.linear import crossover_tokens, linear, unpack
+from quant.pack import quantize
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.randn(45, 200, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.randn(n, 200, generator=torch.Generator().manual_seed(1))
+
+
+def test_importing_it_does_not_import_numba() -> None:
+    code = "import sys, quant.linear, quant.pack, quant.native; print('numba' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["int4-g64", "int8-g128-sym", "int3.5-g64", "bf16", "f16", "f32"])
+@pytest.mark.parametrize("n_tokens", [1, 5, 300])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_product_equals_that_of_the_unpacked_weight(
+    weight: torch.Tensor, name: str, n_tokens: int, with_bias: bool
+) -> None:
+    packed = quantize(weight, name)
+    bias = torch.randn(45) if with_bias else None
+    x = tokens(n_tokens)
+    expected = F.linear(x.double(), packed.dequantize().double(), None if bias is None else bias.double())
+    found = linear(x, packed, bias)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 300])
+def test_bf16_inputs_give_bf16(weight: torch.Tensor, n_tokens: int) -> None:
+    packed = quantize(weight, "int4-g64")
+    x, bias = tokens(n_tokens).bfloat16(), torch.randn(45).bfloat16()
+    expected = F.linear(x.float(), packed.dequantize(), bias.float())
+    found = linear(x, packed, bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("scratch_elements", [200, 1000, 45 * 200, 20000])
+def test_scratch_of_any_size_gives_the_same(
+    weight: torch.Tensor, scratch_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quant.linear, "crossover_tokens", lambda *_: 0)
+    packed = quantize(weight, "int4-g64")
+    x, bias = tokens(9), torch.randn(45)
+    scratch = torch.full((scratch_elements,), float("nan"))
+    found = linear(x, packed, bias, scratch=scratch)
+    torch.testing.assert_close(found, F.linear(x, packed.dequantize(), bias), rtol=1e-5, atol=1e-5)
+    assert not bool(scratch[:200].isnan().any())  # it was used
+
+
+def test_plain_bf16_weight_with_fp32_inputs_goes_through_the_scratch(weight: torch.Tensor) -> None:
+    scratch = torch.empty(45 * 200)
+    found = linear(tokens(3), weight.bfloat16(), scratch=scratch)
+    torch.testing.assert_close(found, tokens(3) @ weight.bfloat16().float().t(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(scratch.view(45, 200), weight.bfloat16().float())
+
+
+def test_both_paths_agree_on_either_side_of_the_crossover(weight: torch.Tensor) -> None:
+    packed = quantize(weight, "int4-g64")
+    limit = crossover_tokens(packed.format)
+    x = tokens(limit + 1)
+    torch.testing.assert_close(linear(x[:limit], packed), linear(x, packed)[:limit], rtol=1e-4, atol=1e-4)
+
+
+def test_crossover_is_a_positive_number_for_packed_formats_only() -> None:
+    assert crossover_tokens(parse_format("bf16")) == 0
+    assert crossover_tokens(parse_format("int4-g64")) >= 1
+    assert crossover_tokens(parse_format("q6_k"), torch.bfloat16) >= 1
+
+
+def test_empty_inputs(weight: torch.Tensor) -> None:
+    packed = quantize(weight, "int4-g64")
+    assert linear(torch.empty(0, 200), packed).shape == (0, 45)
+    assert linear(tokens(2), quantize(weight[:0], "int4-g64")).shape == (2, 0)
+
+
+def test_strided_inputs(weight: torch.Tensor) -> None:
+    packed = quantize(weight, "int4-g64")
+    x = tokens(10)[::2]
+    assert torch.equal(linear(x, packed), linear(x.contiguous(), packed))
+
+
+def test_unpack(weight: torch.Tensor) -> None:
+    packed = quantize(weight, "int4-g64")
+    out = torch.empty(45 * 200, dtype=torch.bfloat16)
+    found = unpack(packed, torch.bfloat16, out)
+    assert found.shape == (45, 200)
+    assert found.data_ptr() == out.data_ptr()
+    assert torch.equal(found, packed.dequantize(torch.bfloat16))
+    assert unpack(weight, torch.float32) is weight
+    assert torch.equal(unpack(quantize(weight, "bf16"), torch.float32), weight.bfloat16().float())
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        unpack(weight, torch.float32, out)
+
+
+def test_what_does_not_fit_is_refused(weight: torch.Tensor) -> None:
+    packed = quantize(weight, "int4-g64")
+    with pytest.raises(ValueError, match=r"of one width, got \(2, 199\) and \(45, 200\)"):
+        linear(torch.zeros(2, 199), packed)
+    with pytest.raises(ValueError, match="one device"):
+        linear(torch.zeros(2, 200, device="meta"), packed)
+    with pytest.raises(ValueError, match="scratch must be flat"):
+        linear(torch.zeros(300, 200), packed, scratch=torch.empty(199))
+    with pytest.raises(ValueError, match="scratch must be flat"):
+        linear(torch.zeros(300, 200), packed, scratch=torch.empty(20000, dtype=torch.bfloat16))
