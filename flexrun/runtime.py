@@ -187,6 +187,7 @@ class Runtime:
         cpu_attention = spread_flags(n_batches, n_cpu)
         hidden_homes = plan.hidden_homes if n_batches > 1 else (device.first_tier,)
         spill = self._spill_files(shape, hidden_homes, compute_dtype, cpu_attention, disk_dir, pool)
+        self.spill_files = tuple(file for file in spill if file is not None)
         self.arenas = {
             tier: Arena(
                 tier.label,

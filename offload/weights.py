@@ -288,6 +288,15 @@ class WeightStore:
         """Bytes of the files' ranges that units at home on disk are read from."""
         return sum(e.n_bytes for extents in self._extents.values() for e in extents)
 
+    def disk_extents(self) -> list[list[FileExtent]]:
+        """Where the units at home on disk lie, one list per unit."""
+        return list(self._extents.values())
+
+    def ring_buffer(self) -> Tensor | None:
+        """A buffer in cpu memory that disk reads go into: one slot of the staging or weights ring, if any."""
+        slots = self._staging or [slot for slot in self._ring if slot.device.type == "cpu"]
+        return slots[0] if slots else None
+
     def close(self) -> None:
         """Close the files that units are read from."""
         for file in self._files.values():

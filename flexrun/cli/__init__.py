@@ -30,6 +30,7 @@ COMMANDS = {
     "batch": "run a file of requests",
     "generate": "answer one prompt",
     "info": "describe a model",
+    "bench": "measure a run beside its bound",
 }
 """Module name (its dashes are underscores there) -> the line that ``flexrun --help`` shows."""
 

@@ -7,9 +7,10 @@ import hashlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexrun.checkpoint import ResolvedModel, open_checkpoint, resolve_model
+from flexrun.checkpoint import ResolvedModel, is_packed_folder, open_checkpoint, resolve_model
 from flexrun.cli.exits import UsageError
 from flexrun.cli.flags import policy_options
 from flexrun.report import format_seconds
@@ -32,7 +33,13 @@ _TEXT_FILES = (
 
 
 def resolve(args: argparse.Namespace) -> ResolvedModel:
-    """Find the model before anything is loaded. UsageError for a preset without --dummy-weights."""
+    """Find the model before anything is loaded. UsageError for a preset without --dummy-weights.
+
+    For dummy weights a folder needs no more than its config.json.
+    """
+    folder = Path(args.model).expanduser().absolute()
+    if args.dummy_weights and (folder / "config.json").is_file() and not is_packed_folder(folder):
+        return ResolvedModel(name=args.model, kind="hf", path=folder)
     model = resolve_model(args.model)
     if model.kind == "preset" and not args.dummy_weights:
         raise UsageError(
@@ -42,14 +49,16 @@ def resolve(args: argparse.Namespace) -> ResolvedModel:
     return model
 
 
-def model_fingerprint(model: ResolvedModel) -> str:
+def model_fingerprint(model: ResolvedModel, *, dummy_weights: bool = False) -> str:
     """Identity of weights, configuration, tokenizer and chat template; the same after a move or a copy.
 
-    A weight file is sampled, not read whole, so this takes milliseconds.
+    Weights are sampled, not read whole, so this takes milliseconds; with `dummy_weights` they do not count.
     """
     digest = hashlib.sha256()
     if model.path is None:
         digest.update(json.dumps(model.preset_config(), sort_keys=True).encode())
+    elif model.kind == "hf" and dummy_weights:
+        digest.update((model.path / "config.json").read_bytes())
     elif model.kind == "packed":
         digest.update((model.path / "manifest.json").read_bytes())
     else:
@@ -66,7 +75,7 @@ def model_fingerprint(model: ResolvedModel) -> str:
 def requested_settings(args: argparse.Namespace, model: ResolvedModel) -> dict[str, Any]:
     """Settings that can change a result, as far as they are known before the model is loaded."""
     settings: dict[str, Any] = {
-        "model_fingerprint": model_fingerprint(model),
+        "model_fingerprint": model_fingerprint(model, dummy_weights=args.dummy_weights),
         "dummy_weights": bool(args.dummy_weights),
         "seed": args.seed,
     }
@@ -85,8 +94,8 @@ def resolved_dtype(args: argparse.Namespace) -> str:
     return str(device.compute_dtype(args.dtype)).removeprefix("torch.")
 
 
-def load_llm(args: argparse.Namespace) -> LLM:
-    """The model that the flags describe, ready to run."""
+def load_llm(args: argparse.Namespace, **more: Any) -> LLM:
+    """The model that the flags describe, ready to run; `more` goes to LLM as it is."""
     from flexrun.llm import LLM
 
     started = time.monotonic()
@@ -102,6 +111,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
         dummy_weights=args.dummy_weights,
         seed=args.seed,
         **policy_options(args),
+        **more,
     )
     for note in llm.notes:
         print(f"note: {note}", file=sys.stderr)

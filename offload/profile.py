@@ -1,0 +1,132 @@
+"""Short measurements of this machine's rates, on the shapes and files that a run uses.
+
+Each repeats its work for a fraction of a second and takes the best repetition: what the hardware reaches when
+nothing disturbs it, which is what a bound is made of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.device import Device
+from offload.disk import DiskFile, DiskPool, Extent, read_extents, write_extents
+from offload.memory import Arena
+from policy.tiers import Tier
+from quant.formats import WeightFormat
+from quant.linear import linear, unpack
+from quant.packed import PackedTensor
+
+_SECONDS = 0.25
+_MAX_REPEATS = 50
+
+
+def best_seconds(
+    work: Callable[[], object], device: Device | None = None, *, seconds: float = _SECONDS
+) -> float:
+    """The shortest of repeated runs of `work`, which takes `seconds` altogether or runs twice at least."""
+
+    def once() -> float:
+        if device is not None:
+            device.synchronize()
+        began = time.perf_counter()
+        work()
+        if device is not None:
+            device.synchronize()
+        return time.perf_counter() - began
+
+    work()  # compiles, allocates, warms caches
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 2 or (time.perf_counter() < end and len(times) < _MAX_REPEATS):
+        times.append(once())
+    return min(times)
+
+
+def random_weight(shape: tuple[int, int], fmt: WeightFormat, device: Device) -> Tensor | PackedTensor:
+    """A matrix of that format with arbitrary finite content."""
+    if fmt.is_plain:
+        return (
+            torch.randn(shape, dtype=torch.float32)
+            .to(getattr(torch, fmt.plain_dtype))
+            .to(device.torch_device)
+        )
+    buffer = torch.randint(0, 64, (fmt.nbytes(shape),), dtype=torch.uint8)
+    return PackedTensor(fmt, shape, buffer.to(device.torch_device))
+
+
+def gemm_seconds(shape: tuple[int, int], tokens: int, dtype: torch.dtype, device: Device) -> float:
+    """One linear layer with an unpacked weight (out, in) and that many tokens."""
+    weight = torch.randn(shape, dtype=torch.float32).to(dtype).to(device.torch_device)
+    x = torch.randn((tokens, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
+    return best_seconds(lambda: linear(x, weight), device)
+
+
+def packed_linear_seconds(
+    shape: tuple[int, int], fmt: WeightFormat, tokens: int, dtype: torch.dtype, device: Device
+) -> float:
+    """One linear layer of few tokens, multiplied with the packed weight as it is."""
+    weight = random_weight(shape, fmt, device)
+    x = torch.randn((tokens, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
+    return best_seconds(lambda: linear(x, weight), device)
+
+
+def unpack_seconds(shape: tuple[int, int], fmt: WeightFormat, dtype: torch.dtype, device: Device) -> float:
+    """Unpacking one weight of that format into a reused buffer of `dtype`."""
+    weight = random_weight(shape, fmt, device)
+    out = torch.empty(shape, dtype=dtype, device=device.torch_device)
+    return best_seconds(lambda: unpack(weight, dtype, out), device)
+
+
+def read_bytes_per_s(
+    pieces: Sequence[tuple[DiskFile, int, int]], buffer: Tensor, *, repeats: int = 2
+) -> float:
+    """Sequential read rate over (file, offset, bytes) pieces, each read into `buffer` (uint8, page-aligned)."""
+    best = 0.0
+    for _ in range(repeats):
+        began, moved = time.perf_counter(), 0
+        for file, offset, n_bytes in pieces:
+            moved += read_extents([Extent(file, offset, min(n_bytes, buffer.numel()), 0)], buffer)
+        best = max(best, moved / (time.perf_counter() - began))
+    return best
+
+
+def write_bytes_per_s(file: DiskFile, n_bytes: int, buffer: Tensor) -> float:
+    """Write rate of a preallocated file from `buffer`, twice over; the second pass counts (blocks exist)."""
+    rate = 0.0
+    for _ in range(2):
+        began, done = time.perf_counter(), 0
+        while done < n_bytes:
+            step = min(buffer.numel(), n_bytes - done)
+            done += write_extents([Extent(file, done, step, 0)], buffer)
+        rate = n_bytes / (time.perf_counter() - began)
+    return rate
+
+
+def copy_bytes_per_s(device: Device, *, upload: bool, n_bytes: int = 64 << 20) -> float:
+    """Rate of copies between (pinned) cpu memory and the device's first tier, one way."""
+    host = Arena("copy test", Tier.CPU, n_bytes, device, pinned=True)
+    there = Arena("copy test", Tier.GPU if device.first_tier is Tier.GPU else Tier.CPU, n_bytes, device)
+    a, b = host.take(n_bytes, "copy"), there.take(n_bytes, "copy")
+    source, dest = (a, b) if upload else (b, a)
+    source.fill_(1)
+    seconds = best_seconds(lambda: dest.copy_(source, non_blocking=True), device)
+    host.close()
+    there.close()
+    return n_bytes / seconds
+
+
+__all__ = [
+    "DiskPool",
+    "best_seconds",
+    "copy_bytes_per_s",
+    "gemm_seconds",
+    "packed_linear_seconds",
+    "random_weight",
+    "read_bytes_per_s",
+    "unpack_seconds",
+    "write_bytes_per_s",
+]
