@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from model_helpers import build_tensor
+from quantized_helpers import awq_layer, gptq_layer, write_llama_gguf
 from source_helpers import CONFIGS, random_tensors, tiny_model, write_folder
 
-from flexrun.checkpoint import open_checkpoint
+from flexrun.checkpoint import CheckpointError, open_checkpoint
 from flexrun.checkpoint import filling as filling_module
+from flexrun.checkpoint import reading as reading_module
 from flexrun.checkpoint.source import CheckpointSource
-from flexrun.model.assemble import DecoderModel
+from flexrun.model.assemble import DecoderModel, build_model
+from flexrun.model.config import config_from_checkpoint
 from offload.weights import UnitLayout, WeightSource
+from quant.pack import quantize
 from quant.packed import PackedTensor
 
 
@@ -54,10 +58,10 @@ def assert_same_weights(source: WeightSource, model: DecoderModel, tensors: dict
             assert torch.equal(got, expected), f"{unit.name}: {spec.name}"
 
 
-@pytest.fixture(params=[None, 7], ids=["whole", "blocks of few rows"])
+@pytest.fixture(params=[None, 5000], ids=["whole", "small blocks"])
 def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
-        monkeypatch.setattr(filling_module, "BLOCK_BYTES", request.param * 4 * 48)
+        monkeypatch.setattr(filling_module, "BLOCK_BYTES", request.param)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -66,3 +70,307 @@ def test_every_family_is_filled_bit_for_bit(family: str, tmp_path: Path) -> None
     tensors = random_tensors(model, torch.bfloat16)
     source = CheckpointSource(open_checkpoint(write_folder(tmp_path / "m", family, tensors)), model)
     assert_same_weights(source, model, tensors)
+
+
+def as_values(view: Any) -> torch.Tensor:
+    return view.dequantize() if isinstance(view, PackedTensor) else view.float()
+
+
+@pytest.mark.usefixtures("block_rows")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3_moe"])
+def test_plain_conversion_is_exact_in_blocks_too(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    tensors = random_tensors(model, torch.float16)
+    folder = write_folder(tmp_path / "m", family, tensors)
+    source = CheckpointSource(open_checkpoint(folder), model, "f32")
+    for unit in model.units:
+        for name, view in filled(source, unit).items():
+            spec = next(spec for spec in unit.tensors if spec.name == name)
+            expected = build_tensor(spec, tensors)
+            assert view.dtype == (torch.float16 if spec.kind == "vector" else torch.float32)
+            assert torch.equal(view.float(), expected.float()), name
+
+
+@pytest.mark.usefixtures("block_rows")
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "bloom", "phi3"])
+@pytest.mark.parametrize("weight_format", ["int4-g32", "int8-g64-sym-f32"])
+def test_quantised_while_filling_as_if_at_once(family: str, weight_format: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    tensors = random_tensors(model, torch.bfloat16)
+    folder = write_folder(tmp_path / "m", family, tensors)
+    source = CheckpointSource(open_checkpoint(folder), model, weight_format, method="minmax")
+    for unit in model.units:
+        views = filled(source, unit)
+        for spec in unit.tensors:
+            expected: Any = build_tensor(spec, tensors)
+            got = filled_table(source, spec) if spec.kind == "rows" else views[spec.name]
+            if spec.kind == "vector":
+                assert torch.equal(got, expected)
+                continue
+            expected = quantize(expected, weight_format, method="minmax")
+            assert got.format.name == weight_format
+            assert torch.equal(got.buffer, expected.buffer), spec.name
+    assert all(source.extents(unit) is None for unit in model.units if unit.name.startswith("layers"))
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model."])
+def test_names_with_any_prefix(prefix: str, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tensors = random_tensors(model)
+    folder = write_folder(tmp_path / "m", "llama", tensors, prefix=prefix)
+    assert_same_weights(CheckpointSource(open_checkpoint(folder), model), model, tensors)
+
+
+def test_mixed_types_take_the_wider_one(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tensors = random_tensors(model, torch.bfloat16)
+    layer = "layers.0.self_attn."
+    tensors[layer + "q_proj.weight"] = tensors[layer + "q_proj.weight"].half()
+    tensors["layers.0.mlp.up_proj.weight"] = tensors["layers.0.mlp.up_proj.weight"].float()
+    tensors["norm.weight"] = tensors["norm.weight"].double()
+    tensors["layers.1.mlp.down_proj.weight"] = tensors["layers.1.mlp.down_proj.weight"].to(
+        torch.float8_e4m3fn
+    )
+    folder = write_folder(tmp_path / "m", "llama", tensors)
+    source = CheckpointSource(open_checkpoint(folder), model)
+    formats = {f"{u.name}/{n}": f.name for u in model.units for n, f in source.formats_of(u).items()}
+    changed = {name: fmt for name, fmt in formats.items() if fmt != "bf16"}
+    assert changed == {
+        "layers.0.attn/qkv": "f32",
+        "layers.0.mlp/gate_up": "f32",
+        "final/norm.weight": "f32",
+    }
+    for unit in model.units:
+        for name, view in filled(source, unit).items():
+            spec = next(spec for spec in unit.tensors if spec.name == name)
+            wide = {name: tensor.double() for name, tensor in tensors.items()}
+            assert torch.equal(view.double(), build_tensor(spec, wide)), name
+            assert (source.extents(unit) is None) == (
+                unit.name in ("layers.0.attn", "layers.0.mlp", "final", "layers.1.mlp")
+            )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_extents_read_back_equal_a_fill(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    folder = write_folder(tmp_path / "m", family, random_tensors(model, torch.float16))
+    source = CheckpointSource(open_checkpoint(folder), model)
+    for unit in model.units:
+        extents = source.extents(unit)
+        assert extents is not None
+        run = torch.zeros(source.unit_nbytes(unit), dtype=torch.uint8)
+        for extent in extents:
+            data = extent.file.read_bytes()[extent.offset_bytes : extent.offset_bytes + extent.nbytes]
+            run[extent.dest_offset : extent.dest_offset + extent.nbytes] = torch.frombuffer(
+                bytearray(data), dtype=torch.uint8
+            )
+        filled_run = torch.zeros_like(run)
+        source.fill(unit, filled_run)
+        assert torch.equal(run, filled_run), unit.name
+
+
+def test_layouts_come_from_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt2")
+    folder = write_folder(tmp_path / "m", "gpt2", random_tensors(model))
+    checkpoint = open_checkpoint(folder)
+
+    def no_reading(*args: Any) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(reading_module, "_read_bytes", no_reading)
+    source = CheckpointSource(checkpoint, model)
+    for unit in model.units:
+        slots = source.layout(unit).slots
+        assert all(slot.nbytes == slot.format.nbytes(slot.shape) for slot in slots)
+        assert all(slot.transposed == slot.is_linear for slot in slots if unit.name.startswith("layers"))
+        assert source.extents(unit) is not None
+    with pytest.raises(AssertionError, match="a weight was read"):
+        filled(source, model.units[1])
+
+
+def test_bad_arguments_are_clear(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", "llama", random_tensors(model)))
+    with pytest.raises(ValueError, match="unknown weight format 'int4'"):
+        CheckpointSource(checkpoint, model, "int4")
+    with pytest.raises(ValueError, match="cannot be converted to q6_k"):
+        CheckpointSource(checkpoint, model, "q6_k")
+    with pytest.raises(ValueError, match="unknown quantiser 'best'"):
+        CheckpointSource(checkpoint, model, "int4-g64", method="best")
+    with pytest.raises(ValueError, match="unpacked_format must be"):
+        CheckpointSource(checkpoint, model, unpacked_format="int4-g64")
+    source = CheckpointSource(checkpoint, model)
+    with pytest.raises(ValueError, match=r"unit layers\.0\.attn takes"):
+        source.fill(model.units[1], torch.empty(64, dtype=torch.uint8))
+
+
+def test_values_that_cannot_be_quantised_name_their_tensor(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tensors = random_tensors(model)
+    tensors["layers.0.self_attn.k_proj.weight"][3, 5] = float("nan")
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", "llama", tensors))
+    source = CheckpointSource(checkpoint, model, "int4-g32")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_proj\.weight.*nan"):
+        filled(source, model.units[1])
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tensors = random_tensors(model)
+    tensors["norm.weight"] = tensors["norm.weight"].to(torch.int32)
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m", "llama", tensors))
+    with pytest.raises(CheckpointError, match=r"norm\.weight.*holds no weights \(found I32"):
+        CheckpointSource(checkpoint, model)
+
+
+# -- GGUF --------------------------------------------------------------------------------------------
+
+GGUF_FORMATS = {
+    "Q4_0": "int4-g32-sym",
+    "Q4_1": "int4-g32",
+    "Q5_0": "int5-g32-sym",
+    "Q5_1": "int5-g32",
+    "Q8_0": "int8-g32-sym",
+    "Q4_K": "q4_k",
+    "Q5_K": "q5_k",
+    "Q6_K": "q6_k",
+    "Q2_K": "f32",
+    "Q3_K": "f32",
+    "F16": "f16",
+    "F32": "f32",
+}
+
+
+def gguf_source(path: Path, *args: Any, **options: Any) -> tuple[CheckpointSource, DecoderModel]:
+    checkpoint = open_checkpoint(path)
+    model = build_model(config_from_checkpoint(checkpoint))
+    return CheckpointSource(checkpoint, model, *args, **options), model
+
+
+def assert_same_values(source: WeightSource, model: DecoderModel, values: dict[str, torch.Tensor]) -> None:
+    for unit in model.units:
+        views = filled(source, unit)
+        for spec in unit.tensors:
+            got = filled_table(source, spec) if spec.kind == "rows" else views[spec.name]
+            expected = build_tensor(spec, values).float()
+            assert torch.equal(as_values(got), expected), f"{unit.name}: {spec.name}"
+
+
+@pytest.mark.usefixtures("block_rows")
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_gguf_types_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    values = write_llama_gguf(tmp_path / "m.gguf", {"": kind}, tied=kind != "Q4_K")
+    source, model = gguf_source(tmp_path / "m.gguf")
+    assert_same_values(source, model, values)
+    formats = source.formats_of(model.units[1])
+    assert formats["qkv"].name == formats["out"].name == GGUF_FORMATS[kind]
+    assert formats["attn_norm.weight"].name == "f32"
+    assert source.formats_of(model.units[0])["tokens"].name == "int8-g32-sym"
+    assert bool(source.notes) == (kind in ("Q2_K", "Q3_K"))
+    # Rows of q and k are put back in order, so only the other units lie in the file as they are wanted.
+    as_stored = kind in ("F16", "F32", "Q4_K", "Q5_K", "Q6_K")
+    assert source.extents(model.units[1]) is None
+    assert (source.extents(model.units[2]) is not None) == as_stored
+
+
+def test_parts_quantised_differently_lose_nothing(tmp_path: Path) -> None:
+    values = write_llama_gguf(tmp_path / "m.gguf", {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K"})
+    source, model = gguf_source(tmp_path / "m.gguf")
+    assert_same_values(source, model, values)
+    assert {n: f.name for n, f in source.formats_of(model.units[1]).items()} == {
+        "attn_norm.weight": "f32",
+        "qkv": "f32",
+        "out": "q4_k",
+    }
+    assert source.formats_of(model.units[2])["down"].name == "q6_k"
+    assert len(source.notes) == 1 and "Q4_K + Q6_K" in source.notes[0]
+    narrow, _ = gguf_source(tmp_path / "m.gguf", unpacked_format="bf16")
+    qkv = next(spec for spec in model.units[1].tensors if spec.name == "qkv")
+    got = filled(narrow, model.units[1])["qkv"]
+    assert torch.equal(got, build_tensor(qkv, values).bfloat16())
+
+
+def test_gguf_converted_to_another_format(tmp_path: Path) -> None:
+    values = write_llama_gguf(tmp_path / "m.gguf", {"": "Q6_K", "ffn_down": "Q4_1"})
+    source, model = gguf_source(tmp_path / "m.gguf", "int4-g32", method="minmax")
+    mlp = filled(source, model.units[2])
+    specs = {spec.name: spec for spec in model.units[2].tensors}
+    expected = quantize(build_tensor(specs["gate_up"], values), "int4-g32", method="minmax")
+    assert torch.equal(mlp["gate_up"].buffer, expected.buffer)
+    # What is in that format already is not quantised a second time.
+    assert torch.equal(mlp["down"].dequantize(), build_tensor(specs["down"], values))
+
+
+# -- GPTQ and AWQ --------------------------------------------------------------------------------------
+
+
+def write_quantized(
+    folder: Path, method: str, *, bits: int = 4, orders: dict[str, int] | None = None, **settings: Any
+) -> tuple[CheckpointSource, DecoderModel, dict[str, torch.Tensor]]:
+    """A llama of width 64 whose layers are quantised; orders: stem -> seed of its column order."""
+    changes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "quantization_config": {"quant_method": method, "bits": bits, "group_size": 32} | settings,
+    }
+    model = tiny_model("llama", **changes)
+    values, stored = random_tensors(model, torch.float16), {}
+    for number, (name, tensor) in enumerate(sorted(values.items())):
+        stem = name.removesuffix(".weight")
+        if not name.startswith("layers") or tensor.ndim < 2:
+            stored[name] = tensor
+            continue
+        if method == "gptq":
+            order = None if orders is None else orders.get(stem.rpartition(".")[2], 0)
+            parts, values[name] = gptq_layer(
+                *tensor.shape, bits=bits, group=32, seed=number, order_seed=order
+            )
+            stored[f"{stem}.bias"] = torch.zeros(tensor.shape[0], dtype=torch.float16)
+        else:
+            parts, values[name] = awq_layer(*tensor.shape, group=32, seed=number)
+        stored |= {f"{stem}.{suffix}": part for suffix, part in parts.items()}
+    write_folder(folder, "llama", stored, prefix="model.", **changes)
+    return CheckpointSource(open_checkpoint(folder), model), model, values
+
+
+@pytest.mark.usefixtures("block_rows")
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_is_kept_as_it_is(bits: int, tmp_path: Path) -> None:
+    source, model, values = write_quantized(tmp_path / "m", "gptq", bits=bits)
+    assert_same_values(source, model, values)
+    assert source.formats_of(model.units[1])["qkv"].name == f"int{bits}-g32-zp"
+    assert not source.notes
+
+
+@pytest.mark.usefixtures("block_rows")
+def test_awq_is_kept_as_it_is(tmp_path: Path) -> None:
+    source, model, values = write_quantized(tmp_path / "m", "awq", version="gemm")
+    assert_same_values(source, model, values)
+    assert source.formats_of(model.units[2])["gate_up"].name == "int4-g32-zp"
+
+
+def test_gptq_act_order(tmp_path: Path) -> None:
+    """q, k and v share a column order and stay packed together; gate and up do not here."""
+    source, model, values = write_quantized(tmp_path / "m", "gptq", desc_act=True, orders={"up_proj": 9})
+    assert_same_values(source, model, values)
+    assert source.formats_of(model.units[1])["qkv"].name == "int4-g32-zp-perm"
+    assert source.formats_of(model.units[2])["gate_up"].name == "f32"
+    assert source.formats_of(model.units[2])["down"].name == "int4-g32-zp-perm"
+    assert len(source.notes) == 1 and "GPTQ" in source.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("gptq", {"quant_method": "fp8"}, "method that is not supported.*'fp8'"),
+        ("gptq", {"checkpoint_format": "marlin"}, "layout that is not supported.*'marlin'"),
+        ("awq", {"version": "gemv"}, "layout that is not supported.*gemv"),
+        ("gptq", {"group_size": "all"}, "bad bits or group_size"),
+        ("gptq", {"group_size": 48}, "groups of 48"),
+    ],
+)
+def test_other_quantised_checkpoints_are_refused(
+    method: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        write_quantized(tmp_path / "m", method, **settings)

@@ -77,9 +77,9 @@ def put_rows(dest: PackedTensor, dest_row: int, rows: PackedTensor) -> None:
             target[dest_row : dest_row + n].copy_(part)
 
 
-def row_blocks(start: int, stop: int, width: int) -> Iterable[tuple[int, int]]:
-    """start..stop cut into ranges of rows that take at most BLOCK_BYTES as fp32 (one row at least)."""
-    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+def row_blocks(start: int, stop: int, row_nbytes: int) -> Iterable[tuple[int, int]]:
+    """start..stop cut into ranges of rows that take at most BLOCK_BYTES together (one row at least)."""
+    step = max(1, BLOCK_BYTES // max(1, row_nbytes))
     for first in range(start, stop, step):
         yield first, min(first + step, stop)
 
@@ -93,7 +93,7 @@ def _fill_plain(
     if straight and not heads and reader.where(start, stop) is not None:
         reader.read_where(start, stop, target_raw)
         return
-    for first, last in row_blocks(start, stop, reader.width):
+    for first, last in row_blocks(start, stop, 4 * reader.width):
         target[first - start : last - start] = _values(reader, first, last, heads, target.dtype)
 
 
@@ -106,7 +106,8 @@ def _fill_packed(plan: TensorPlan, dest: PackedTensor, method: str) -> None:
             begin, end = (piece.start + offset) * row_nbytes, (piece.stop + offset) * row_nbytes
             reader.read_where(piece.start, piece.stop, dest.buffer[begin:end])
             continue
-        for first, last in row_blocks(piece.start, piece.stop, reader.width):
+        row_nbytes = plan.format.nbytes((1, reader.width)) if as_is else 4 * reader.width
+        for first, last in row_blocks(piece.start, piece.stop, row_nbytes):
             if as_is:
                 put_rows(dest, first + offset, _packed_rows(reader, first, last, piece.heads))
             else:

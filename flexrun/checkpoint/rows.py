@@ -17,14 +17,14 @@ from torch import Tensor
 from flexrun.checkpoint.base import CheckpointError, TensorInfo
 from flexrun.checkpoint.reading import MAX_IO_BYTES, TORCH_DTYPES, read_dense, read_into, read_tensor
 from quant.formats import WeightFormat, parse_format
-from quant.packed import PackedTensor, empty_packed
+from quant.native import gguf_format, pack_gguf
+from quant.packed import PackedTensor
 
 # How much of a tensor is held unpacked at a time while it is converted, as fp32.
 BLOCK_BYTES = 32 << 20
 
 _PLAIN_FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _WIDENED = {"F64": "f32", "F8_E4M3": "bf16", "F8_E5M2": "bf16"}
-_BLOCK_FORMATS = {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
 
 
 class FileRange(NamedTuple):
@@ -38,6 +38,7 @@ class FileRange(NamedTuple):
 class RowReader(Protocol):
     """One tensor of a checkpoint: `n_rows` rows of `width` values (single elements for a vector, width 0).
 
+    permutation: of the columns of a native format that is permuted, else None.
     quantized: its values are codes and parameters in the checkpoint, not numbers; stored_type names their kind.
     """
 
@@ -48,6 +49,7 @@ class RowReader(Protocol):
     plain: WeightFormat
     native: WeightFormat | None
     quantized: bool
+    permutation: Tensor | None
 
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows start..stop as floating point: (rows, width), or (rows,) for a vector."""
@@ -70,6 +72,7 @@ class PlainReader:
     """Floating-point numbers, row by row. Three dimensions count as one tall matrix."""
 
     quantized = False
+    permutation: Tensor | None = None
 
     def __init__(self, info: TensorInfo) -> None:
         self._info = info if len(info.shape) < 3 else _flattened(info)
@@ -99,6 +102,7 @@ class TransposedReader:
     """Floating-point numbers stored (in_features, out_features); rows are the output features."""
 
     quantized = False
+    permutation: Tensor | None = None
 
     def __init__(self, info: TensorInfo) -> None:
         self._info = info
@@ -126,6 +130,7 @@ class GgufReader:
     """A block-quantised matrix of a GGUF file. Types without a format of their own unpack to `unpacked`."""
 
     quantized = True
+    permutation: Tensor | None = None
 
     def __init__(self, info: TensorInfo, unpacked: WeightFormat) -> None:
         self._info = info if len(info.shape) < 3 else _flattened(info)
@@ -133,17 +138,13 @@ class GgufReader:
         self.stored_type = info.dtype
         self.n_rows, self.width = self._info.shape
         self.plain = unpacked
-        name = _BLOCK_FORMATS.get(info.dtype)
-        self.native = None if name is None else parse_format(name)
+        self.native = gguf_format(info.dtype)
 
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return read_dense(self._info, dtype, slice(start, stop))
 
     def packed(self, start: int, stop: int) -> PackedTensor:
-        assert self.native is not None
-        rows = empty_packed(self.native, (stop - start, self.width))
-        read_into(self._info, rows.buffer, slice(start, stop))
-        return rows
+        return pack_gguf(read_tensor(self._info, slice(start, stop)), self._info.dtype, name=self.name)
 
     def where(self, start: int, stop: int) -> FileRange | None:
         if self.native is None or self.native.kind != "block":

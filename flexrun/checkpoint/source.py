@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexrun.checkpoint.base import Checkpoint
 from flexrun.checkpoint.filling import Piece, TensorPlan, fill_tensor
+from flexrun.checkpoint.gptq import quantized_readers
 from flexrun.checkpoint.rows import FileRange, RowReader, TransposedReader, open_rows
 from flexrun.model.assemble import DecoderModel
 from flexrun.model.mapping import match_tensors
@@ -58,8 +59,14 @@ class CheckpointSource:
         self._unpacked = parse_format(unpacked_format)
         if not self._unpacked.is_plain:
             raise ValueError(f"unpacked_format must be f32, f16 or bf16, got {unpacked_format!r}")
-        self._names = match_tensors(model.config, model.units, checkpoint.tensors)
-        self._readers: dict[tuple[str, bool], RowReader] = {}
+        wanted = {part.source for unit in model.units for spec in unit.tensors for part in spec.parts}
+        quantized, self._infos = quantized_readers(checkpoint, wanted, self._unpacked)
+        flip = -1 if model.config.names.transposed else 1
+        shapes = {name: reader.shape[::flip] for name, reader in quantized.items()}
+        self._names = match_tensors(model.config, model.units, {**self._infos, **shapes})
+        self._readers: dict[tuple[str, bool], RowReader] = {
+            (name, transposed): reader for name, reader in quantized.items() for transposed in (False, True)
+        }
         self._mixed: dict[str, set[str]] = {}
         self._plans: dict[str, dict[str, TensorPlan]] = {
             unit.name: {spec.name: self._plan(spec) for spec in unit.tensors} for unit in model.units
@@ -159,7 +166,7 @@ class CheckpointSource:
     def _reader(self, part: TensorPart, transposed: bool) -> RowReader:
         name = self._names[part.source]
         if (name, transposed) not in self._readers:
-            info = self.checkpoint.tensors[name]
+            info = self._infos[name]
             self._readers[name, transposed] = open_rows(info, transposed=transposed, unpacked=self._unpacked)
         return self._readers[name, transposed]
 
@@ -182,16 +189,16 @@ class CheckpointSource:
     def _row_ranges(self, spec: TensorSpec, part: TensorPart, reader: RowReader) -> list[tuple[int, int]]:
         if part.rows is None:
             return [(0, reader.n_rows)]
-        shape = self.checkpoint.tensors[self._names[part.source]].shape
+        info = self._infos.get(self._names[part.source])
         # A row of a three-dimensional source is a whole matrix, of which the reader makes one tall one.
-        step = shape[1] if len(shape) == 3 and len(spec.shape) == 2 else 1
+        step = info.shape[1] if info is not None and len(info.shape) == 3 and len(spec.shape) == 2 else 1
         return [(start * step, stop * step) for start, stop in part.rows]
 
     def _format(self, spec: TensorSpec, readers: Sequence[RowReader]) -> WeightFormat:
         if spec.kind != "vector" and self._wanted is not None:
             return self._wanted
         native = readers[0].native
-        if native is not None and all(reader.native == native for reader in readers):
+        if native is not None and all(_joinable(reader, readers[0]) for reader in readers):
             return native
         stored = {reader.stored_type for reader in readers if reader.quantized}
         fmt = _widest([reader.plain for reader in readers])
@@ -216,6 +223,15 @@ def _writable(name: str) -> WeightFormat:
             "choose f32, f16, bf16 or an affine format such as int4-g64"
         )
     return fmt
+
+
+def _joinable(reader: RowReader, first: RowReader) -> bool:
+    """Whether two tensors can be rows of one in their native format."""
+    if reader.native != first.native:
+        return False
+    if reader.permutation is None or first.permutation is None:
+        return reader.permutation is first.permutation
+    return torch.equal(reader.permutation, first.permutation)
 
 
 def _widest(formats: Sequence[WeightFormat]) -> WeightFormat:
