@@ -33,7 +33,7 @@ lint: venv
 	$(BIN)/lint-imports
 
 bench: venv
-	$(BIN)/python experiments/side_by_side.py
+	$(BIN)/python -m experiments.side_by_side
 
 # Runs under the interpreter named by PYTHON and installs nothing.
 gpu-check:

@@ -1,0 +1,1 @@
+"""Scripts that measure and draw. They import everything; nothing imports them."""
