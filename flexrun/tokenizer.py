@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -199,9 +199,17 @@ class Tokenizer:
         return found
 
 
+def _probes(backend: Any) -> Iterator[str]:
+    """Short texts, one of which any vocabulary can encode."""
+    yield from ("a", "A", "0", " ")
+    yield from list(backend.get_vocab(with_added_tokens=False))[:64]
+
+
 def _affixes(backend: Any) -> tuple[list[int], list[int]]:
     """What the post-processor puts before and after a text's ids, found by trying it on a short text."""
-    for probe in ("a", "A", "0", " ", *list(backend.get_vocab(with_added_tokens=False))[:64]):
+    if backend.post_processor is None:
+        return [], []
+    for probe in _probes(backend):
         plain: list[int] = backend.encode(probe, add_special_tokens=False).ids
         if plain:
             break

@@ -7,8 +7,8 @@ is split (`tokenizer.ggml.pre`). Two kinds cover the supported families:
 - "llama": sentencepiece BPE; merges are recovered from the vocabulary: a token can be made from every pair
   of tokens that concatenate to it, and better-scored tokens are made first.
 
-Building can take seconds for a large sentencepiece vocabulary, so the result is kept as a tokenizer.json in
-the user's cache folder under a hash of what it was built from.
+Recovering merges can take seconds for a large vocabulary, so that result is kept as a tokenizer.json in the
+user's cache folder under a hash of what it was built from.
 """
 
 from __future__ import annotations
@@ -278,7 +278,10 @@ def gguf_tokenizer(
         "gemma": str(metadata.get("general.architecture", "")).startswith("gemma"),
         "unk": keys.token_id("unknown", count, default=0 if sentencepiece else None),
     }
-    backend = _cached(recipe, Path(cache_folder) if cache_folder is not None else default_cache_folder())
+    if sentencepiece and recipe["merges"] is None:
+        backend = _cached(recipe, Path(cache_folder) if cache_folder is not None else default_cache_folder())
+    else:  # with merges at hand, building is as fast as reading a tokenizer.json
+        backend = _build(recipe)
 
     bos = keys.token_id("bos", count, default=1 if sentencepiece else None)
     eos = keys.token_id("eos", count, default=2 if sentencepiece else None)
@@ -338,15 +341,7 @@ def _build(recipe: Mapping[str, Any]) -> Any:
                 logger.warning(
                     "the GGUF file does not say how text is split (tokenizer.ggml.pre); using gpt-2's way"
                 )
-            alphabet = byte_alphabet()
-            letters = set(alphabet.values())
-            # Only added tokens may hold characters outside the byte alphabet; others are respelled.
-            spelled = {
-                token
-                if kind in (_CONTROL, _USER_DEFINED) or set(token) <= letters
-                else "".join(alphabet[byte] for byte in token.encode()): token_id
-                for token_id, (token, kind) in enumerate(zip(tokens, types))
-            }
+            spelled = _byte_spelled(tokens, types)
             backend = byte_level_bpe(spelled, merges, recipe["split"] or "gpt-2")
         else:
             if recipe["gemma"]:  # its runs of spaces are stored as real spaces
@@ -377,6 +372,20 @@ def _build(recipe: Mapping[str, Any]) -> Any:
     ]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
     return backend
+
+
+def _byte_spelled(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """Vocabulary in the byte alphabet; only added tokens may hold other characters."""
+    alphabet = byte_alphabet()
+    letters = set(alphabet.values())
+    added = (_CONTROL, _USER_DEFINED)
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if not set("".join(tokens)) <= letters:
+        for token_id, (token, kind) in enumerate(zip(tokens, types)):
+            if kind not in added and not letters.issuperset(token):
+                del vocab[token]
+                vocab["".join(alphabet[byte] for byte in token.encode())] = token_id
+    return vocab
 
 
 def default_cache_folder() -> Path:

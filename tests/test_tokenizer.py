@@ -401,10 +401,10 @@ def test_gguf_bos_rules(byte_level, sentencepiece):
     assert gguf_tokenizer(llama | {"tokenizer.ggml.bos_token_id": 2**32 - 1}).bos_token_id is None
 
 
-def test_gguf_cache_is_used_and_repaired(byte_level, tmp_path, monkeypatch):
+def test_gguf_cache_is_used_and_repaired(sentencepiece, byte_level, tmp_path, monkeypatch):
     import flexrun.tokenizer_gguf as module
 
-    metadata = gguf_metadata(byte_level, "gpt2", pre="gpt-2")
+    metadata = gguf_metadata(sentencepiece, "llama")
     ids = gguf_tokenizer(metadata, cache_folder=tmp_path).encode("the banana")
     (path,) = tmp_path.iterdir()
     assert path.suffix == ".json"
@@ -414,10 +414,20 @@ def test_gguf_cache_is_used_and_repaired(byte_level, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_build", lambda recipe: pytest.fail("the cache was not used"))
     assert gguf_tokenizer(metadata, cache_folder=tmp_path).encode("the banana") == ids
     monkeypatch.setattr(module, "_build", build)
-    other = metadata | {"tokenizer.ggml.pre": "qwen2"}
-    gguf_tokenizer(other, cache_folder=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    gguf_tokenizer(metadata | {"tokenizer.ggml.add_space_prefix": False}, cache_folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2, "another recipe, another entry"
+    gguf_tokenizer(gguf_metadata(byte_level, "gpt2", pre="gpt-2"), cache_folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2, "nothing to gain where the file lists its merges"
     assert gguf_tokenizer(metadata, cache_folder=path).encode("the banana") == ids, "a file, not a folder"
+
+
+def test_plain_text_in_a_byte_level_vocabulary_is_respelled(byte_level):
+    metadata = gguf_metadata(byte_level, "gpt2", pre="gpt-2")
+    metadata["tokenizer.ggml.tokens"].append("日本")
+    metadata["tokenizer.ggml.token_type"].append(1)
+    tokenizer = gguf_tokenizer(metadata)
+    assert tokenizer.decode([tokenizer.vocab_size - 1]) == "日本"
+    assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == "日本".encode()
 
 
 def test_broken_gguf_metadata_is_refused(byte_level, sentencepiece, tmp_path):
