@@ -37,7 +37,7 @@ bench: venv
 
 # Runs under the interpreter named by PYTHON and installs nothing.
 gpu-check:
-	$(PYTHON) experiments/gpu_check.py
+	$(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON)) experiments/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
