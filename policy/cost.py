@@ -25,10 +25,11 @@ from policy.memory_plan import (
     BlockSizes,
     block_sizes,
     cache_element_bytes,
+    cpu_attention_flags,
     resolve_cache_format,
 )
 from policy.passes import BatchState
-from policy.schedule import Lane, Op, OpKind
+from policy.schedule import Depths, Lane, Op, OpKind
 from policy.tiers import Tier
 from policy.workload import Limits
 from quant.kv_formats import parse_cache_format
@@ -128,15 +129,18 @@ class CostModel:
         schedule: str = "refill",
         overlap: bool = True,
         unpack_per_batch: bool = False,
+        depths: Depths | None = None,
     ) -> None:
         self.footprint, self.hardware, self.limits = footprint, hardware, limits
         self.gpu_batch_size, self.n_batches = gpu_batch_size, num_gpu_batches
         self.n_cpu_attention = n_cpu_attention
+        self.cpu_flags = cpu_attention_flags(num_gpu_batches, n_cpu_attention)
         self.first_tier = hardware.first_tier
         self.three = self.first_tier is Tier.GPU
         self.overlap = overlap
         self.schedule = schedule
         self.unpack_per_batch = unpack_per_batch
+        self.depths = depths or Depths()
         self.weight_format = footprint.resolve_format(weight_format)
         self.cache_format = resolve_cache_format(cache_format, hardware.compute_dtype)
         self.element_bytes = PLAIN_BYTES[hardware.compute_dtype]
@@ -175,6 +179,7 @@ class CostModel:
             schedule=self.schedule,
             overlap=self.overlap,
             unpack_per_batch=self.unpack_per_batch,
+            depths=self.depths,
         )
 
     # -- bytes ---------------------------------------------------------------------------------------------
@@ -282,13 +287,12 @@ class CostModel:
         return nbytes * (1.0 / rate)
 
     def attends_on_cpu(self, state: BatchState, batch: int) -> bool:
-        """CPU attention serves the last gpu batches. A static block's prompts attend on the device."""
-        if batch < self.n_batches - self.n_cpu_attention:
-            return False
-        return not (self.schedule == "static" and state.decode_tokens == 0)
+        """Whether gpu batch `batch` attends on the CPU in this pass: never where it brings only new prompts,
+        which need no stored page."""
+        return self.cpu_flags[batch] and state.decode_tokens > 0
 
     def n_attending_on_cpu(self, state: BatchState) -> int:
-        return self.n_cpu_attention if self.attends_on_cpu(state, self.n_batches - 1) else 0
+        return self.n_cpu_attention if state.decode_tokens > 0 else 0
 
     def write_rate(self, state: BatchState) -> float:
         hw = self.hardware
@@ -322,7 +326,7 @@ class CostModel:
             return state.tokens * elements * self.element_bytes / rate + over["transfer"]
         layer = next(x for x in self._layers if x.kv == unit.kv)
         on_cpu = self.attends_on_cpu(state, op.batch)
-        stays = op.batch >= self.n_batches - self.n_cpu_attention
+        stays = self.cpu_flags[op.batch]
         read = flow.read.for_cpu_attention(self.first_tier) if stays else flow.read
         new = flow.new.for_cpu_attention(self.first_tier) if stays else flow.new
         on_gpu = flow.tails_on_gpu and not stays
@@ -409,7 +413,6 @@ class CostModel:
         return lanes
 
     def _add_compute(self, state: BatchState, n_cpu: int, add: Any) -> None:
-        n_device = self.n_batches - n_cpu
         compute = attend = 0.0
         for unit_class, count in self._class_counts.items():
             unit = self.footprint.units[unit_class]
@@ -419,20 +422,103 @@ class CostModel:
                 compute += count * (one + (self.n_batches - 1) * rest)
                 continue
             for j in range(self.n_batches):
-                kinds = (OpKind.COMPUTE,) if j < n_device else (OpKind.PROJECT, OpKind.FINISH)
+                kinds = (OpKind.PROJECT, OpKind.FINISH) if self.cpu_flags[j] else (OpKind.COMPUTE,)
                 compute += count * sum(self.compute_seconds(k, unit_class, state, j == 0) for k in kinds)
             attend += count * n_cpu * self.compute_seconds(OpKind.CPU_ATTENTION, unit_class, state, False)
         add(Lane.COMPUTE, compute)
         if attend:
             add(Lane.CPU_ATTENTION, attend)
 
+    def phase_seconds(self, state: BatchState, flow: Flow) -> dict[str, Any]:
+        """Seconds of a pass in which the cache's rings bind, by the lane that fills them, linear in `flow`.
+
+        While units without a cache are computed, pages can be fetched only as far as the ring reaches. The
+        other gpu batches' pages of a layer arrive during its own unit, so a pass takes at least the
+        computation of all other units plus the loads beyond the ring of every layer.
+        """
+        if not self.overlap or not state.filled:
+            return {}
+        other = 0.0
+        for unit_class, count in self._class_counts.items():
+            if self.footprint.units[unit_class].kv is None:
+                one = self.compute_seconds(OpKind.COMPUTE, unit_class, state, True)
+                rest = self.compute_seconds(OpKind.COMPUTE, unit_class, state, False)
+                other += count * (one + (self.n_batches - 1) * rest)
+        hw = self.hardware
+        rows: dict[str, Any] = {}
+        beyond = self.n_batches - min(self.depths.cache, self.depths.cache_staging)
+        if beyond > 0:
+            read: Any = other
+            for layer in self._layers:
+                nbytes = self.read_cache_bytes(state, layer, flow.read)
+                read = read + float(beyond * layer.count) * self._transfer(nbytes, hw.disk_read_bytes_per_s)
+            rows["disk_read_of_cache"] = read
+        n_cpu = self.n_attending_on_cpu(state)
+        beyond = self.n_batches - n_cpu - self.depths.cache
+        if self.three and beyond > 0:
+            upload: Any = other
+            for layer in self._layers:
+                nbytes = self.upload_cache_bytes(state, layer, flow.read, flow.tails_on_gpu)
+                upload = upload + float(beyond * layer.count) * self._transfer(nbytes, hw.upload_bytes_per_s)
+            rows["upload_of_cache"] = upload
+        return rows
+
+    def device_seconds(self, state: BatchState) -> float:
+        """Seconds of the compute lane with its waits for CPU attention, which no placement shortens.
+
+        Follows the schedule: a batch's output projection comes behind the next CPU-attention batch's
+        projections, and no later than the end of the unit. 0 without CPU attention.
+        """
+        if not self.n_attending_on_cpu(state):
+            return 0.0
+        key = ("device", -1, state, False)
+        found = self._compute_cache.get(key)
+        if found is not None:
+            return found
+        total = 0.0
+        for unit_class, count in self._class_counts.items():
+            unit = self.footprint.units[unit_class]
+            if unit.kv is None:
+                one = self.compute_seconds(OpKind.COMPUTE, unit_class, state, True)
+                rest = self.compute_seconds(OpKind.COMPUTE, unit_class, state, False)
+                total += count * (one + (self.n_batches - 1) * rest)
+            else:
+                total += count * self._unit_span(unit_class, unit.kv, state)
+        self._compute_cache[key] = total
+        return total
+
+    def _unit_span(self, unit_class: int, kv: KvShape, state: BatchState) -> float:
+        """Seconds from a unit's first computation to its last, where some batches attend on the CPU."""
+        hw = self.hardware
+        down = up = 0.0
+        if self.three:
+            nbytes = state.tokens * self.element_bytes
+            down = nbytes * kv.qkv_elements / hw.download_bytes_per_s + hw.overhead_seconds["transfer"]
+            up = nbytes * kv.query_elements / hw.upload_bytes_per_s + hw.overhead_seconds["transfer"]
+        attend = self.compute_seconds(OpKind.CPU_ATTENTION, unit_class, state, False)
+        now = cpu_free = 0.0
+        waiting: list[float] = []
+        for j, on_cpu in enumerate(self.cpu_flags):
+            kind = OpKind.PROJECT if on_cpu else OpKind.COMPUTE
+            now += self.compute_seconds(kind, unit_class, state, j == 0)
+            if on_cpu:
+                cpu_free = max(cpu_free, now + down) + attend
+                waiting.append(cpu_free + up)
+            while len(waiting) > (0 if j == self.n_batches - 1 else 1):
+                ready = waiting.pop(0)
+                now = max(now, ready) + self.compute_seconds(OpKind.FINISH, unit_class, state, False)
+        return now
+
     def fixed_seconds(self, state: BatchState) -> float:
         """What a pass takes besides its lanes: bookkeeping and sampling."""
         over = self.hardware.overhead_seconds
         return over["pass"] + over["row"] * state.rows * self.n_batches
 
-    def pass_seconds(self, lanes: Mapping[Lane, float], state: BatchState) -> float:
-        """The slowest lane or shared resource with perfect overlap, the sum of all lanes without."""
+    def pass_seconds(self, lanes: Mapping[Lane, float], state: BatchState, flow: Flow | None = None) -> float:
+        """The slowest lane, shared resource or phase with overlap, the sum of all lanes without.
+
+        flow: the pass's placement; without it phases are left out.
+        """
         fixed = self.fixed_seconds(state)
         if not self.overlap:
             return sum(lanes.values()) + fixed
@@ -440,4 +526,5 @@ class CostModel:
             sum(share * lanes.get(Lane(lane), 0.0) for lane, share in shares.items())
             for shares in self.hardware.sharing.values()
         ]
-        return max([*lanes.values(), *shared]) + fixed
+        phases = self.phase_seconds(state, flow).values() if flow is not None else ()
+        return max([*lanes.values(), *shared, *phases, self.device_seconds(state)]) + fixed

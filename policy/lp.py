@@ -212,19 +212,27 @@ def pass_flow(program: _Program, p: int) -> Flow:
 
 def define_lanes(program: _Program) -> None:
     """T[p] >= milliseconds of every lane in pass p (CostModel.lane_seconds), and of every shared resource:
-    sum over lanes of share * lane. Without overlap: T[p] >= sum over lanes."""
+    sum over lanes of share * lane; T[p] >= the device's seconds with its waits for CPU attention,
+    and the phases in which the cache's rings bind (CostModel.phase_seconds).
+    Without overlap: T[p] >= sum over lanes."""
     problem = program.problem
     sharing = problem.cost.hardware.sharing
     for p, (state, _) in enumerate(problem.passes):
         seconds = pulp.LpVariable(f"pass_{p}_ms", 0)
         program.seconds.append(seconds)
-        lanes = problem.cost.lane_seconds(state, pass_flow(program, p))
+        flow = pass_flow(program, p)
+        lanes = problem.cost.lane_seconds(state, flow)
         program.busy.append(pulp.lpSum(lanes.values()))
         if not problem.cost.overlap:
             program.add(seconds >= MS * pulp.lpSum(lanes.values()), f"lane_{p}_all")
             continue
         for lane, busy in lanes.items():
             program.add(seconds >= MS * busy, f"lane_{p}_{lane.value}")
+        device = problem.cost.device_seconds(state)
+        if device:
+            program.add(seconds >= MS * device, f"lane_{p}_compute_and_cpu_attention")
+        for name, phase in problem.cost.phase_seconds(state, flow).items():
+            program.add(seconds >= MS * phase, f"lane_{p}_{name}")
         for resource, shares in sharing.items():
             busy = pulp.lpSum(shares[lane] * lanes[Lane(lane)] for lane in shares if Lane(lane) in lanes)
             program.add(seconds >= MS * busy, f"lane_{p}_shared.{resource}")

@@ -256,6 +256,13 @@ def hidden_homes(policy: Policy) -> tuple[Tier, ...]:
     return tuple(tier for tier in Tier for _ in range(counts[tier]))
 
 
+def cpu_attention_flags(num_gpu_batches: int, n_cpu_attention: int) -> tuple[bool, ...]:
+    """Which gpu batches attend on the CPU: evenly spread, each followed by those that do not, so that the
+    device has their work to do while the CPU attends."""
+    n = num_gpu_batches
+    return tuple(i * n_cpu_attention % n < n_cpu_attention for i in range(n))
+
+
 def pair_slots(
     placement: Placement, slots: int, *, first_tier: Tier, cpu_attention: bool
 ) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ ranked by simulated time, the winner is simulated in full length.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,14 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 AUTO_WEIGHT_FORMATS = ("int8-g64", "int4-g64")
 AUTO_CACHE_FORMATS = ("int8", "int4")
-STOP_GAIN = 1.003
+STOP_GAIN = 1.01
 """A candidate is placed only if its bound promises at least this factor over the best found."""
-MAX_PLACED = 60
-RANKED = 3
-RANKED_LAYERS = 12
+MAX_PLACED = 36
+MAX_PLACED_NEAR = 16
+RANKED = 4
+EXPLORED_LAYERS = 12
+RANKED_LAYERS = 24
+SIMULATED_OPS = 24_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,13 @@ class _Shape:
     def block(self) -> int:
         return self.gpu_batch_size * self.num_gpu_batches
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Candidates of one kind are alike in how far their lanes overlap."""
+        share = round(2 * self.n_cpu_attention / self.num_gpu_batches)
+        few = self.num_gpu_batches.bit_length()
+        return self.schedule, self.weight_format, self.cache_format, share, few
+
 
 @dataclass(slots=True)
 class _Found:
@@ -98,6 +109,14 @@ class _Found:
     solution: lp.LpSolution | None
     tokens_per_s: float
     latency_seconds: float
+    ratio: float = 1.0  # simulated over analytic seconds, of this candidate or of its kind
+    simulated: bool = False
+
+    def slow_down(self, ratio: float) -> None:
+        """Replace the ratio by which the analytic figures are corrected."""
+        self.tokens_per_s *= self.ratio / ratio
+        self.latency_seconds *= ratio / self.ratio
+        self.ratio = ratio
 
 
 class Searcher:
@@ -121,6 +140,7 @@ class Searcher:
         self.chunk_tokens, self.page_tokens = chunk_tokens, page_tokens
         self.unpack_per_batch = unpack_per_batch
         self.n_candidates = self.n_placed = 0
+        self.ratios: dict[tuple[object, ...], float] = {}
 
     # -- candidates ----------------------------------------------------------------------------------------
 
@@ -146,6 +166,7 @@ class Searcher:
             schedule=shape.schedule,
             overlap=self.overlap,
             unpack_per_batch=self.unpack_per_batch,
+            depths=self.depths,
         )
         return lp.make_problem(cost, self.workload, depths=self.depths)
 
@@ -198,7 +219,7 @@ class Searcher:
         """Tokens per second that no placement of this shape exceeds, 0 if nothing can fit.
 
         Traffic: what is not on the gpu is uploaded in each pass, what is neither there nor in cpu memory is
-        read from disk; fixed sizes are subtracted first, rings are not.
+        read from disk; fixed sizes, tails and the weights' ring are subtracted first, other rings are not.
         """
         cost, sizes, hw = problem.cost, problem.cost.sizes, self.hardware
         n_device = cost.n_batches - cost.n_cpu_attention
@@ -214,8 +235,12 @@ class Searcher:
         ring = min(self.depths.weights, cost.n_streamable) * sizes.largest_unit_bytes
         if sizes.weights_bytes > caps[first] and ring > caps[first]:
             return 0.0
+        if sizes.weights_bytes > caps[first]:
+            caps[first] -= ring
         gpu = caps.get(Tier.GPU, 0.0)
-        memory = gpu + caps[Tier.CPU]
+        memory = gpu + caps[Tier.CPU] - tails
+        if memory < 0:
+            return 0.0
         nothing = Flow(
             weights=(1.0, 0.0, 0.0),
             hidden=(1.0, 0.0, 0.0),
@@ -249,17 +274,12 @@ class Searcher:
             return seconds * max(1, self.workload.gen_len)
         return seconds
 
-    def place(self, shape: _Shape, problem: lp.Problem) -> tuple[_Found | None, float]:
-        """(the rounded candidate, the LP's bound in tokens/s)."""
+    def place(self, shape: _Shape, problem: lp.Problem) -> _Found | None:
+        """The candidate placed by the linear program and rounded, None if it does not fit."""
         self.n_placed += 1
         solution = lp.solve(problem)
-        if solution is None:
-            return None, 0.0
-        promise = self.throughput(problem, solution.seconds_per_token, shape)
-        rounded = round_solution(solution, problem)
-        if rounded is None:
-            return None, promise
-        return self._found(shape, problem, rounded, solution), promise
+        rounded = round_solution(solution, problem) if solution is not None else None
+        return None if rounded is None else self._found(shape, problem, rounded, solution)
 
     def _found(
         self, shape: _Shape, problem: lp.Problem, rounded: Rounded, solution: lp.LpSolution | None
@@ -296,28 +316,41 @@ class Searcher:
         )
 
     def explore(self, shapes: Iterable[_Shape], found: dict[_Shape, _Found | None], budget: int) -> None:
-        """Place candidates in the order of their bounds until none can beat the best found."""
-        ranked = []
-        for shape in shapes:
-            if shape in found:
-                continue
+        """Place candidates in the order of their bounds until none can beat the best found.
+
+        Promising ones are simulated too: what overlap really costs, at the least among those of a kind, is
+        then divided out of the bounds of that kind.
+        """
+        heap: list[tuple[float, int, int, _Shape, lp.Problem]] = []
+        for order, shape in enumerate(s for s in shapes if s not in found):
             self.n_candidates += 1
             problem = self.problem(shape)
             bound = self.bound(problem, shape)
             if bound > 0:
-                ranked.append((bound, shape.block, shape, problem))
-        # Among equal bounds the smaller block has the lower latency.
-        ranked.sort(key=lambda item: (-item[0], item[1], item[2].num_gpu_batches))
+                # Among equal bounds the smaller block has the lower latency.
+                heap.append((-bound, shape.block, order, shape, problem))
+        heapq.heapify(heap)
         best = max((f.tokens_per_s for f in found.values() if f is not None), default=0.0)
-        for bound, _, shape, problem in ranked:
-            if bound <= best * STOP_GAIN or budget <= 0:
+        adjusted: set[_Shape] = set()
+        while heap and budget > 0:
+            negative, block, order, shape, problem = heapq.heappop(heap)
+            if -negative <= best * STOP_GAIN:
                 break
+            ratio = self.ratios.get(shape.kind)
+            if ratio is not None and shape not in adjusted:
+                adjusted.add(shape)
+                heapq.heappush(heap, (negative / ratio, block, order, shape, problem))
+                continue
             budget -= 1
-            result, _ = self.place(shape, problem)
-            found[shape] = result
+            result = found[shape] = self.place(shape, problem)
             if result is not None:
+                if ratio is None or result.tokens_per_s > best:
+                    own = self.simulated_ratio(result, EXPLORED_LAYERS)
+                    result.slow_down(own)
+                    self.ratios[shape.kind] = own if ratio is None else min(own, ratio)
+                else:
+                    result.slow_down(ratio)
                 best = max(best, result.tokens_per_s)
-        self.unplaced = [item for item in ranked if item[2] not in found]
 
     def around(self, shape: _Shape) -> list[_Shape]:
         """Shapes between the grid's points next to a good one."""
@@ -336,11 +369,10 @@ class Searcher:
 
     # -- ranking -------------------------------------------------------------------------------------------
 
-    def simulated_ratio(self, found: _Found) -> float:
+    def simulated_ratio(self, found: _Found, n_layers: int) -> float:
         """Simulated seconds over the slowest lanes' seconds, on the first layers of the model alone."""
         problem = found.problem
         run = PlacedRun(problem.cost, found.rounded.memory, depths=self.depths)
-        short = run.shortened(RANKED_LAYERS)
         series = pass_series(
             self.workload if found.shape.schedule == "static" else _endless(self.workload),
             problem.cost.limits,
@@ -348,9 +380,20 @@ class Searcher:
             num_gpu_batches=found.shape.num_gpu_batches,
             schedule=found.shape.schedule,
         )
-        simulation = simulate(short, series, n_points=2)
-        slowest = sum(short.analytic(s)[0] for s in series.states) * series.blocks
-        return simulation.total_seconds / max(slowest, 1e-12)
+        if series.steady is None:
+            # Its prompts and its last two passes stand for the block.
+            kept = (*series.states[: series.n_prefill_passes][:1], *series.states[-2:])
+            series = dataclasses.replace(series, states=kept, n_prefill_passes=1, blocks=1)
+        simulation = simulate(run, series, n_layers=n_layers)
+        slowest = [run.analytic(state)[0] for state in series.states]
+        if series.steady is not None:
+            return simulation.total_seconds / max(sum(slowest), 1e-12)
+        weights = [repeats for _, repeats in problem.passes[:1]]
+        weights += [sum(r for _, r in problem.passes[1:])]
+        spans = simulation.pass_seconds
+        planned = found.rounded.seconds_per_token * problem.tokens
+        first = weights[0] * slowest[0]
+        return (first * spans[0] / slowest[0] + (planned - first) * spans[-1] / slowest[-1]) / planned
 
     def simulate(self, found: _Found, *, full: bool = False) -> tuple[Simulation, float, float]:
         """(simulation of the whole workload, generated tokens, all tokens)."""
@@ -362,7 +405,9 @@ class Searcher:
             schedule=found.shape.schedule,
         )
         run = PlacedRun(found.problem.cost, found.rounded.memory, depths=self.depths)
-        simulation = simulate(run, series, n_points=2, full=full)
+        ops = 12 * len(self.footprint.units) * found.shape.num_gpu_batches
+        layers = None if full else max(RANKED_LAYERS, self.footprint.n_layers * SIMULATED_OPS // ops)
+        simulation = simulate(run, series, n_points=2, full=full, n_layers=layers)
         return simulation, series.generated_tokens, series.total_tokens
 
 
@@ -513,37 +558,44 @@ def search(
     for policy in also:
         named = searcher.given(policy)
         if named is not None:
+            named.slow_down(searcher.simulated_ratio(named, RANKED_LAYERS))
+            named.simulated = True
             found[named.shape] = named
     searcher.explore(candidates, found, MAX_PLACED)
     placed = [f for f in found.values() if f is not None]
     if not placed:
         return _infeasible(searcher, weights, caches, began, footprint, hardware)
-    if not (gpu_batch_size and num_gpu_batches):
-        for _ in range(2):
-            best = max(placed, key=lambda f: f.tokens_per_s)
-            near = [
-                s
-                for s in searcher.around(best.shape)
-                if (not gpu_batch_size or s.gpu_batch_size == gpu_batch_size)
-                and (not num_gpu_batches or s.num_gpu_batches == num_gpu_batches)
-                and (workload.num_requests is None or s.block <= 2 * workload.num_requests)
-            ]
-            searcher.explore(near, found, 12)
-            placed = [f for f in found.values() if f is not None]
     best = _rank(searcher, placed)
+    if not (gpu_batch_size and num_gpu_batches):
+        near = [
+            s
+            for s in searcher.around(best.shape)
+            if (not gpu_batch_size or s.gpu_batch_size == gpu_batch_size)
+            and (not num_gpu_batches or s.num_gpu_batches == num_gpu_batches)
+            and (workload.num_requests is None or s.block <= 2 * workload.num_requests)
+        ]
+        tried: dict[_Shape, _Found | None] = {best.shape: best}
+        searcher.explore(near, tried, MAX_PLACED_NEAR)
+        found |= tried
+        best = _rank(searcher, [f for f in tried.values() if f is not None])
     simulation, generated, total = searcher.simulate(best, full=full_simulation)
     front = _front(searcher, candidates, found, best)
     return _result(searcher, best, simulation, generated, total, front, began)
 
 
 def _rank(searcher: Searcher, placed: Sequence[_Found]) -> _Found:
-    """The best of the best few by simulated throughput."""
-    top = sorted(placed, key=lambda f: -f.tokens_per_s)[:RANKED]
-    if len(top) == 1:
-        return top[0]
-    for found in top:
-        found.tokens_per_s /= searcher.simulated_ratio(found)
-    return max(top, key=lambda f: f.tokens_per_s)
+    """The best by simulated throughput: candidates are simulated until none that is left looks better."""
+    best: _Found | None = None
+    for n, found in enumerate(sorted(placed, key=lambda f: -f.tokens_per_s)):
+        if best is not None and (found.tokens_per_s <= best.tokens_per_s or n >= RANKED):
+            break
+        if not found.simulated:
+            found.slow_down(searcher.simulated_ratio(found, RANKED_LAYERS))
+            found.simulated = True
+        if best is None or found.tokens_per_s > best.tokens_per_s:
+            best = found
+    assert best is not None
+    return best
 
 
 def _front(
@@ -561,7 +613,9 @@ def _front(
         bounded = [item for item in bounded if item[0] > 0]
         if bounded:
             _, shape, problem = max(bounded, key=lambda item: item[0])
-            found[shape], _ = searcher.place(shape, problem)
+            placed = found[shape] = searcher.place(shape, problem)
+            if placed is not None:
+                placed.slow_down(searcher.ratios.get(shape.kind, best.ratio))
             blocks.add(block)
     return pareto(
         FrontPoint(
@@ -735,11 +789,9 @@ def _infeasible(
     asked = {t: n for t, n in missing.items() if n > 0} or {hardware.first_tier.label: float(unit)}
     parts = ", ".join(f"{t} memory is short by {n / 1e9:.3g} GB" for t, n in asked.items())
     remedies = [" and ".join(f"{n / 1e9:.3g} GB more {t} memory" for t, n in asked.items())]
-    for fmt in AUTO_WEIGHT_FORMATS:
-        if fmt in footprint.weight_formats and fmt not in weight_formats:
-            if not any(n > 1 for n in short(fmt, cache_formats[0]).values()):
-                remedies.append(f"weight format {fmt}")
-                break
+    smaller = [f for f in AUTO_WEIGHT_FORMATS if f in footprint.weight_formats and f not in weight_formats]
+    enough = [f for f in smaller if not any(n > 1 for n in short(f, cache_formats[0]).values())]
+    remedies += [f"weight format {fmt}" for fmt in enough[:1]]
     text = (
         f"{footprint.name} does not fit: for one sequence of {searcher.workload.max_tokens} tokens {parts}."
         f" What would do: {', or '.join(remedies)}."

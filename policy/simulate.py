@@ -123,7 +123,7 @@ class PlacedRun:
         cost, three = self.cost, self.cost.three
         plans = []
         for j in range(cost.n_batches):
-            stays = j >= cost.n_batches - cost.n_cpu_attention
+            stays = cost.cpu_flags[j]
             read = flow.read.for_cpu_attention(cost.first_tier) if stays else flow.read
             new = flow.new.for_cpu_attention(cost.first_tier) if stays else flow.new
             on_gpu = flow.tails_on_gpu and not stays
@@ -144,8 +144,9 @@ class PlacedRun:
 
     def analytic(self, state: BatchState) -> tuple[float, dict[Lane, float]]:
         """(seconds of the pass by its slowest lane, seconds of every lane)."""
-        lanes = self.cost.lane_seconds(state, self.flow(state))
-        return self.cost.pass_seconds(lanes, state), lanes
+        flow = self.flow(state)
+        lanes = self.cost.lane_seconds(state, flow)
+        return self.cost.pass_seconds(lanes, state, flow), lanes
 
     def timed_ops(self, states: Sequence[BatchState], *, ends: bool) -> Iterator[tuple[Op, float]]:
         """Operations of the passes with their seconds alone. ends: nothing follows the last pass."""
@@ -156,10 +157,16 @@ class PlacedRun:
             flow = self.flow(state)
             known: dict[tuple[Any, ...], float] = {}
             classes, seconds = self.cost.unit_class, self.cost.op_seconds
-            fixed = self.cost.n_batches - self.cost.n_cpu_attention
+            flags = self.cost.cpu_flags
             plans = self.batch_plans(state, flow)
             for op in zigzag.pass_ops(plans, last=ends and i == len(states) - 1):
-                key = (op.kind, classes[op.unit], op.batch == 0, op.batch >= fixed, op.n_pieces)
+                key = (
+                    op.kind,
+                    classes[op.unit],
+                    op.batch == 0,
+                    op.batch >= 0 and flags[op.batch],
+                    op.n_pieces,
+                )
                 found = known.get(key)
                 if found is None:
                     found = known[key] = seconds(op, state, flow)
@@ -327,12 +334,38 @@ def _interpolate(points: Sequence[tuple[int, float]], k: int) -> float:
     return points[-1][1]
 
 
+class _Analytic:
+    """Remembers a run's analytic seconds by state."""
+
+    def __init__(self, run: PlacedRun) -> None:
+        self._run = run
+        self._known: dict[BatchState, tuple[float, dict[Lane, float]]] = {}
+
+    def __call__(self, state: BatchState) -> tuple[float, dict[Lane, float]]:
+        found = self._known.get(state)
+        if found is None:
+            found = self._known[state] = self._run.analytic(state)
+        return found
+
+
 def simulate(
-    run: PlacedRun, series: PassSeries, *, n_points: int = 3, full: bool = False, trace: bool = False
+    run: PlacedRun,
+    series: PassSeries,
+    *,
+    n_points: int = 3,
+    full: bool = False,
+    trace: bool = False,
+    n_layers: int | None = None,
 ) -> Simulation:
-    """Predict a run. n_points: places in a long run at which two passes are simulated; full: all passes."""
+    """Predict a run.
+
+    n_points: places in a long run at which two passes are simulated; full: all passes. n_layers: simulate the
+    first layers only and scale each pass by its analytic seconds (homes are spread evenly over the layers).
+    """
     states = series.states
-    sharing = run.cost.hardware.sharing
+    short = run if n_layers is None else run.shortened(n_layers)
+    analytic = _Analytic(run)
+    analytic_short = analytic if short is run else _Analytic(short)
     steady_only = series.steady is not None and len(states) == 1
     if steady_only:
         chosen, simulated = [0], [states[0]] * 3
@@ -340,48 +373,24 @@ def simulate(
         chosen = list(range(len(states))) if full else _samples(states, series.n_prefill_passes, n_points)
         simulated = [states[k] for k in chosen]
     events: list[tuple[Op, float, float]] | None = [] if trace else None
-    gaps = [run.cost.fixed_seconds(state) for state in simulated]
     ends = run_lanes(
-        run.timed_ops(simulated, ends=not steady_only),
+        short.timed_ops(simulated, ends=not steady_only),
         len(simulated),
-        sharing=sharing,
-        pass_gaps=gaps,
+        sharing=run.cost.hardware.sharing,
+        pass_gaps=[short.cost.fixed_seconds(state) for state in simulated],
         events=events,
     )
     spans = [b - a for a, b in zip([0.0, *ends], ends)]
     if steady_only:
         spans = spans[-1:]
-    memo: dict[BatchState, tuple[float, dict[Lane, float]]] = {}
-
-    def analytic(state: BatchState) -> tuple[float, dict[Lane, float]]:
-        if state not in memo:
-            memo[state] = run.analytic(state)
-        return memo[state]
-
-    exact = dict(zip(chosen, spans, strict=True))
-    seconds = list(spans)
-    if len(chosen) < len(states):
-        ratios: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
-        for position, k in enumerate(chosen):
-            # The first of a pair follows a jump: its prefetch was made for another pass.
-            if k > 0 and (position == 0 or chosen[position - 1] != k - 1) and k >= series.n_prefill_passes:
-                continue
-            ratios[_spike(states, k)].append((k, exact[k] / max(analytic(states[k])[0], 1e-12)))
-        usual = [point for point in ratios[False] if point[0] >= series.n_prefill_passes]
-        early = ratios[False]
-
-        def passed(k: int, state: BatchState) -> float:
-            if k < series.n_prefill_passes:
-                return exact.get(k, analytic(state)[0] * _interpolate(early, k))
-            points = ratios[True] if _spike(states, k) and ratios[True] else usual or early
-            return analytic(state)[0] * _interpolate(points, k)
-
-        seconds = [passed(k, state) for k, state in enumerate(states)]
+    ratio = {k: s / max(analytic_short(states[k])[0], 1e-12) for k, s in zip(chosen, spans, strict=True)}
+    ratios = _ratios(states, series.n_prefill_passes, chosen, ratio)
+    seconds = [analytic(state)[0] * r for state, r in zip(states, ratios, strict=True)]
     totals = dict.fromkeys(LANES, 0.0)
     for state in states:
         for lane, busy in analytic(state)[1].items():
             totals[lane] += busy
-    prefill, decode = _split(run, states, seconds, series)
+    prefill, decode = _split(states, seconds)
     if series.extra_passes and series.steady is not None:
         slowest, lanes = analytic(series.steady)
         middle = states[len(states) // 2]
@@ -398,13 +407,31 @@ def simulate(
         lanes={lane.value: busy * series.blocks for lane, busy in totals.items() if busy},
         pass_seconds=tuple(seconds),
         n_simulated_passes=len(simulated),
-        events=chrome_events(run, events) if events is not None else [],
+        events=chrome_events(short, events) if events is not None else [],
     )
 
 
-def _split(
-    run: PlacedRun, states: Sequence[BatchState], seconds: Sequence[float], series: PassSeries
-) -> tuple[float, float]:
+def _ratios(
+    states: Sequence[BatchState], n_prefill: int, chosen: Sequence[int], ratio: dict[int, float]
+) -> list[float]:
+    """For every pass, simulated over analytic seconds: its own, or interpolated over passes of its kind."""
+    if len(chosen) == len(states):
+        return [ratio[k] for k in range(len(states))]
+    points: dict[str, list[tuple[int, float]]] = {"prompts": [], "usual": [], "fills": []}
+
+    def kind(k: int) -> str:
+        return "prompts" if k < n_prefill else "fills" if _spike(states, k) else "usual"
+
+    for position, k in enumerate(chosen):
+        # The first of a pair follows a jump: what was prefetched for it belonged to another pass.
+        jumped = k > 0 and (position == 0 or chosen[position - 1] != k - 1)
+        if not (jumped and k >= n_prefill):
+            points[kind(k)].append((k, ratio[k]))
+    fallback = points["usual"] or list(ratio.items())
+    return [_interpolate(points[kind(k)] or fallback, k) for k in range(len(states))]
+
+
+def _split(states: Sequence[BatchState], seconds: Sequence[float]) -> tuple[float, float]:
     """Seconds of prefill and of decode; a mixed pass is divided by its tokens."""
     prefill = sum(s * (x.prefill_tokens / x.tokens if x.tokens else 0.0) for s, x in zip(seconds, states))
     return prefill, sum(seconds) - prefill
