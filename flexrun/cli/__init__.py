@@ -30,6 +30,8 @@ COMMANDS = {
     "batch": "run a file of requests",
     "generate": "answer one prompt",
     "info": "describe a model",
+    "pack": "convert a model's weights once",
+    "plan": "find the best placement",
     "bench": "measure a run beside its bound",
 }
 """Module name (its dashes are underscores there) -> the line that ``flexrun --help`` shows."""
