@@ -32,6 +32,7 @@ COMMANDS = {
     "info": "describe a model",
     "pack": "convert a model's weights once",
     "plan": "find the best placement",
+    "profile": "measure this machine",
     "bench": "measure a run beside its bound",
 }
 """Module name (its dashes are underscores there) -> the line that ``flexrun --help`` shows."""
