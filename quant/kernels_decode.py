@@ -109,7 +109,7 @@ def _affine_codes(layout: Any, buf8: Any, row: int, codes: Any) -> None:
     n = layout[N_CODES]
     if layout[CODES8] >= 0:
         start = layout[CODES8] + row * n
-        codes[:n] = buf8[start : start + n]
+        merge_bits(codes[:n], buf8[start : start + n], 0, 255, 0, 0)  # a copy
         return
     shift = 0
     if layout[CODES4] >= 0:
@@ -161,82 +161,78 @@ def _affine_params(layout: Any, buf8: Any, buf16: Any, buf32: Any, row: int, s: 
 
 
 @njit
-def _six_bit_scales(packed: Any, d: Any, d_min: Any, s: Any, z: Any, m: Any) -> None:
-    """The 8 (scale, min) pairs of 6 bits in the 12 bytes that Q4_K and Q5_K share."""
-    for i in range(4):
-        s[i] = d * np.float32(packed[i] & 63)
-        m[i] = -(d_min * np.float32(packed[i + 4] & 63))
-        s[i + 4] = d * np.float32((packed[i + 8] & 15) | ((packed[i] >> 6) << 4))
-        m[i + 4] = -(d_min * np.float32((packed[i + 8] >> 4) | ((packed[i + 4] >> 6) << 4)))
-    z[:8] = np.float32(0)
-
-
-@njit
 def _half_at(buf8: Any, at: int) -> Any:
     return half_to_float(np.uint16(np.uint16(buf8[at]) | (np.uint16(buf8[at + 1]) << np.uint16(8))))
 
 
 @njit
-def _nibbles(low_bytes: Any, codes: Any) -> None:
-    """32 bytes -> 64 codes, low nibbles first."""
-    merge_bits(codes[:32], low_bytes, 0, 15, 0, 0)
-    merge_bits(codes[32:64], low_bytes, 4, 15, 0, 0)
-
-
-@njit
-def _q4_k_block(block: Any, codes: Any, s: Any, z: Any, m: Any) -> None:
-    """144 bytes: d, dmin (fp16), 12 bytes of scales, 128 bytes of nibbles in runs of 32 low, 32 high."""
-    _six_bit_scales(block[4:16], _half_at(block, 0), _half_at(block, 2), s, z, m)
-    for run in range(4):
-        _nibbles(block[16 + 32 * run : 48 + 32 * run], codes[64 * run : 64 * run + 64])
-
-
-@njit
-def _q5_k_block(block: Any, codes: Any, s: Any, z: Any, m: Any) -> None:
-    """176 bytes: as Q4_K with 32 bytes of fifth bits before the nibbles; bit i belongs to sub-block i."""
-    _six_bit_scales(block[4:16], _half_at(block, 0), _half_at(block, 2), s, z, m)
-    high = block[16:48]
-    for run in range(4):
-        _nibbles(block[48 + 32 * run : 80 + 32 * run], codes[64 * run : 64 * run + 64])
+def _six_bit_scales(buf8: Any, start: int, g: int, s: Any, z: Any, m: Any) -> None:
+    """Groups g..g+8 of a Q4_K or Q5_K block: d, dmin (fp16), then 8 (scale, min) pairs of 6 bits in 12 bytes."""
+    d = _half_at(buf8, start)
+    d_min = _half_at(buf8, start + 2)
+    for i in range(4):
+        a = buf8[start + 4 + i]
+        b = buf8[start + 8 + i]
+        c = buf8[start + 12 + i]
+        s[g + i] = d * np.float32(a & 63)
+        m[g + i] = -(d_min * np.float32(b & 63))
+        s[g + 4 + i] = d * np.float32((c & 15) | ((a >> 6) << 4))
+        m[g + 4 + i] = -(d_min * np.float32((c >> 4) | ((b >> 6) << 4)))
     for i in range(8):
-        merge_bits(codes[32 * i : 32 * i + 32], high, i, 1, 4, 15)
+        z[g + i] = np.float32(0)
 
 
 @njit
-def _q6_k_block(block: Any, codes: Any, s: Any, z: Any, m: Any) -> None:
-    """210 bytes: 128 low nibbles, 64 high bit pairs, 16 int8 scales, d (fp16); value = d * scale * (code - 32)."""
-    for half in range(2):
-        high = block[128 + 32 * half : 160 + 32 * half]
-        for quarter in range(4):
-            low = block[64 * half + 32 * (quarter % 2) : 64 * half + 32 * (quarter % 2) + 32]
-            target = codes[128 * half + 32 * quarter : 128 * half + 32 * quarter + 32]
-            merge_bits(target, low, 4 * (quarter // 2), 15, 0, 0)
-            merge_bits(target, high, 2 * quarter, 3, 4, 15)
-    d = _half_at(block, 208)
+def _nibble_runs(low: int, codes: int) -> None:
+    """128 bytes at address low -> 256 codes: in runs of 32 bytes, low nibbles first."""
+    for run in range(4):
+        merge_bits32(codes + 64 * run, low + 32 * run, 0, 15, 0, 0)
+        merge_bits32(codes + 64 * run + 32, low + 32 * run, 4, 15, 0, 0)
+
+
+@njit
+def _q6_k_params(buf8: Any, start: int, g: int, s: Any, z: Any, m: Any) -> None:
+    """Groups g..g+16 of a Q6_K block: 16 int8 scales and d (fp16); value = d * scale * (code - 32)."""
+    d = _half_at(buf8, start + 208)
     for i in range(16):
-        s[i] = d * np.float32(np.int8(block[192 + i]))
-    z[:16] = np.float32(32)
-    m[:16] = np.float32(0)
+        s[g + i] = d * np.float32(np.int8(buf8[start + 192 + i]))
+        z[g + i] = np.float32(32)
+        m[g + i] = np.float32(0)
+
+
+@njit
+def _q6_k_codes(block: int, codes: int) -> None:
+    """128 low nibbles, then 64 high bit pairs; halves of 128 codes, quarters of 32 within."""
+    for half in range(2):
+        high = block + 128 + 32 * half
+        for quarter in range(4):
+            target = codes + 128 * half + 32 * quarter
+            merge_bits32(target, block + 64 * half + 32 * (quarter % 2), 4 * (quarter // 2), 15, 0, 0)
+            merge_bits32(target, high, 2 * quarter, 3, 4, 15)
 
 
 @njit
 def _block_row(layout: Any, buf8: Any, row: int, codes: Any, s: Any, z: Any, m: Any) -> None:
+    """Q4_K: 144 bytes, parameters then 128 bytes of nibbles. Q5_K: 176, with 32 bytes of fifth bits between,
+    bit i for sub-block i. Q6_K: 210.
+    """
     kind = layout[KIND]
     nbytes = 144 if kind == Q4_K else (176 if kind == Q5_K else 210)
     n_blocks = layout[COLS] // SUPER_BLOCK
     groups = SUPER_BLOCK // layout[GROUP]
     for b in range(n_blocks):
         start = (row * n_blocks + b) * nbytes
-        block = buf8[start : start + nbytes]
-        out = codes[b * SUPER_BLOCK : (b + 1) * SUPER_BLOCK]
-        first = b * groups
-        last = first + groups
-        if kind == Q4_K:
-            _q4_k_block(block, out, s[first:last], z[first:last], m[first:last])
-        elif kind == Q5_K:
-            _q5_k_block(block, out, s[first:last], z[first:last], m[first:last])
-        else:
-            _q6_k_block(block, out, s[first:last], z[first:last], m[first:last])
+        block = buf8.ctypes.data + start
+        target = codes.ctypes.data + b * SUPER_BLOCK
+        if kind == Q6_K:
+            _q6_k_params(buf8, start, b * groups, s, z, m)
+            _q6_k_codes(block, target)
+            continue
+        _six_bit_scales(buf8, start, b * groups, s, z, m)
+        _nibble_runs(block + nbytes - 128, target)
+        if kind == Q5_K:
+            for i in range(8):
+                merge_bits32(target + 32 * i, block + 16, i, 1, 4, 15)
 
 
 @njit

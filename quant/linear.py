@@ -1,9 +1,10 @@
 """y = x W^T + b for weights in any format: the one place that decides how a packed weight meets its inputs.
 
 Few tokens: each packed row is unpacked into the first-level cache and multiplied there; memory is read at the
-packed size. Many tokens: the weight is unpacked to the compute dtype piece by piece, each piece small enough
-to stay in the cache, and multiplied by the BLAS. `crossover_tokens` says where the second becomes faster; the
-figures come from experiments/kernel_speed.py.
+packed size. Many tokens: the weight is unpacked to the compute dtype once, into a scratch, and multiplied by the
+BLAS. `crossover_tokens` says where the second becomes faster; the figures come from
+experiments/kernel_speed.py. Cutting the weight into pieces that stay in the cache was tried and is slower: the
+BLAS packs its operands anew for every piece.
 
 Importing this module imports torch, not numba.
 """
@@ -16,9 +17,6 @@ from torch import Tensor
 
 from quant.formats import WeightFormat
 from quant.packed import PackedTensor, numpy_views, write_rows
-
-# Elements unpacked at a time when a weight is multiplied piece by piece.
-PIECE_ELEMENTS = 1 << 20
 
 # Largest number of tokens for which the few-token kernel is the faster, fp32, two cores with AVX2.
 _CROSSOVER_TOKENS_F32 = 64
@@ -44,8 +42,8 @@ def linear(
     """x (tokens, in) times weight (out, in) transposed, plus bias (out,): (tokens, out) in x's dtype.
 
     weight is a tensor of any float dtype or a PackedTensor, on x's device. scratch: flat, contiguous, of x's
-    dtype, at least `in` elements; unpacked pieces of the weight live there (allocated if None). On the CPU
-    each token's result in the few-token kernel is the same whatever other tokens are there.
+    dtype, at least `in` elements, best out * in; the unpacked weight lives there, piece by piece if it must
+    (allocated if None). On the CPU a token's result in the few-token kernel does not depend on the others.
     Raises ValueError for shapes, devices or a scratch that do not fit.
     """
     if isinstance(weight, PackedTensor) and weight.format.is_plain:
@@ -60,14 +58,14 @@ def linear(
     if isinstance(weight, Tensor):
         if weight.dtype == x.dtype:
             return F.linear(x, weight, bias)
-        return _in_pieces(x, weight, bias, scratch)
+        return _unpack_and_multiply(x, weight, bias, scratch)
     permutation = weight.permutation
     if permutation is not None:
         # The columns of x are put in packed order, so that neither path has to reorder the weight.
         x = x.index_select(1, permutation.to(torch.int64))
     if x.device.type == "cpu" and 0 < x.shape[0] <= crossover_tokens(weight.format, x.dtype):
         return _few_tokens(x, weight, bias)
-    return _in_pieces(x, weight, bias, scratch)
+    return _unpack_and_multiply(x, weight, bias, scratch)
 
 
 def unpack(weight: Tensor | PackedTensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -108,22 +106,22 @@ def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
-def _in_pieces(
+def _unpack_and_multiply(
     x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, scratch: Tensor | None
 ) -> Tensor:
-    """Unpack some rows to the scratch, multiply, go on. A packed weight's columns stay in packed order."""
+    """Unpack to the scratch as many rows as fit, multiply, go on. Packed columns stay in packed order."""
     rows, cols = weight.shape
-    y = torch.empty((x.shape[0], rows), dtype=x.dtype, device=x.device)
-    if y.numel() == 0 or cols == 0:
-        return y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+    if x.shape[0] == 0 or rows == 0 or cols == 0:
+        return x.new_zeros(x.shape[0], rows) if bias is None else bias.expand(x.shape[0], rows).to(x.dtype)
     if scratch is None:
-        scratch = torch.empty(min(rows, _piece_rows(cols)) * cols, dtype=x.dtype, device=x.device)
+        scratch = torch.empty(rows * cols, dtype=x.dtype, device=x.device)
     if scratch.dtype != x.dtype or scratch.device != x.device or scratch.dim() != 1 or scratch.numel() < cols:
         raise ValueError(
             f"scratch must be flat, {x.dtype}, on {x.device}, with at least one row of {cols} elements; got "
             f"{scratch.dtype} on {scratch.device} of shape {tuple(scratch.shape)}"
         )
-    step = min(rows, scratch.numel() // cols, _piece_rows(cols))
+    step = min(rows, scratch.numel() // cols)
+    products = []
     for start in range(0, rows, step):
         end = min(start + step, rows)
         piece = scratch[: (end - start) * cols].view(end - start, cols)
@@ -131,15 +129,8 @@ def _in_pieces(
             write_rows(weight, piece, row_start=start, in_order=False)
         else:
             piece.copy_(weight[start:end])
-        if bias is None:
-            torch.mm(x, piece.t(), out=y[:, start:end])
-        else:
-            torch.addmm(bias[start:end].to(x.dtype), x, piece.t(), out=y[:, start:end])
-    return y
-
-
-def _piece_rows(cols: int) -> int:
-    return max(PIECE_ELEMENTS // cols, 1)
+        products.append(F.linear(x, piece, None if bias is None else bias[start:end].to(x.dtype)))
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
 
 def _has_native_bf16() -> bool:
