@@ -1,0 +1,365 @@
+"""This machine as a `policy.hardware.Hardware`: measured in about a minute, cached per machine.
+
+What each field means and how it is measured is said in policy/hardware.py. Rates are taken with the code that a
+run uses: quant.linear for linear layers and unpacking, offload.attention and the paged kernels for attention,
+DiskFile for the disk, lanes running together for what they share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from offload.attention import attend_dense, attend_segments
+from offload.budgets import choose_budgets
+from offload.device import Device, make_device
+from offload.disk import DiskFile, DiskPool, Extent, read_extents
+from offload.kv import CacheShape, LayerCache, PageAllocator, plan_chunk
+from offload.lanes import Lanes
+from offload.memory import Arena
+from offload.profile import best_seconds, copy_bytes_per_s, random_weight, unpack_seconds, write_bytes_per_s
+from offload.units import AttentionParams
+from policy.hardware import AttentionRates, Curve, Hardware
+from policy.tiers import Tier
+from quant.formats import parse_format
+from quant.kv import decode_pages, encode_pages
+from quant.kv_formats import parse_cache_format
+from quant.linear import crossover_tokens, linear
+
+GEMM_SHAPE = (5632, 2048)
+GEMM_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+PACKED_TOKENS = (1, 4, 16, 32, 64)
+WEIGHT_FORMATS = ("int8-g64", "int4-g64", "int3-g64", "int2-g64")
+CACHE_FORMATS = ("int8", "int4", "int2")
+DISK_TEST_BYTES = 512 << 20
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+Say = Callable[[str], None]
+
+
+def measure_hardware(
+    device: Device, *, folder: Path, dtype: str = "auto", say: Say = lambda text: None
+) -> Hardware:
+    """Measure everything a plan needs. folder: on the disk that the disk tier will use; needs 512 MiB there.
+
+    say: told what is being measured. Raises DiskFullError or DiskError if the folder cannot be used.
+    """
+    compute_dtype = device.compute_dtype(dtype)
+    name = DTYPE_NAMES[compute_dtype]
+    budgets, _ = choose_budgets(device, disk_dir=folder)
+    say("linear layers")
+    gemm = {name: _gemm_curve(name, GEMM_TOKENS, compute_dtype, device)}
+    unpack: dict[str, float] = {}
+    for fmt in WEIGHT_FORMATS:
+        seconds = unpack_seconds(GEMM_SHAPE, parse_format(fmt), compute_dtype, device)
+        unpack[fmt] = _n_elements() / seconds
+        if crossover_tokens(parse_format(fmt), compute_dtype) and not device.is_accelerator:
+            gemm[fmt] = _gemm_curve(fmt, PACKED_TOKENS, compute_dtype, device)
+    for plain in ("f32", "bf16", "f16"):
+        if plain != name:
+            unpack[plain] = _n_elements() / unpack_seconds(
+                GEMM_SHAPE, parse_format(plain), compute_dtype, device
+            )
+    unpack["default"] = min(unpack.values())
+    say("attention")
+    device_attention = _attention(device, compute_dtype)
+    cpu = make_device("cpu")
+    cpu_attention = _attention(cpu, cpu.compute_dtype("auto")) if device.is_accelerator else device_attention
+    unpack_cache, pack_cache = _cache_rates(device, compute_dtype)
+    say("copies")
+    upload = copy_bytes_per_s(device, upload=True)
+    download = copy_bytes_per_s(device, upload=False)
+    say("disk")
+    read, write, small, sharing = _disk(device, folder, compute_dtype)
+    say("fixed costs")
+    overheads = _overheads(device, compute_dtype)
+    return Hardware(
+        name=machine_name(device),
+        source="measured",
+        gpu_mem_bytes=float(budgets.gpu_bytes),
+        cpu_mem_bytes=float(budgets.cpu_bytes),
+        disk_mem_bytes=float(budgets.disk_bytes),
+        upload_bytes_per_s=upload,
+        download_bytes_per_s=download,
+        download_cache_bytes_per_s=download,
+        disk_read_bytes_per_s=read,
+        disk_write_bytes_per_s=write,
+        disk_write_small_bytes_per_s=small,
+        compute_dtype=name,
+        gemm=gemm,
+        unpack_elements_per_s=unpack,
+        cache_unpack_elements_per_s=unpack_cache,
+        cache_pack_elements_per_s=pack_cache,
+        device_attention=device_attention,
+        cpu_attention=cpu_attention,
+        elementwise_bytes_per_s=_elementwise(device, compute_dtype),
+        overhead_seconds=overheads,
+        sharing=sharing,
+        cpu_gemm_flops_per_s=0.0 if not device.is_accelerator else _cpu_gemm(),
+    )
+
+
+def machine_name(device: Device) -> str:
+    """What the machine is called in reports: processor, cores, accelerator."""
+    cores = os.cpu_count() or 1
+    accelerator = f", {device.kind}" if device.is_accelerator else ""
+    return f"{platform.machine()} with {cores} cores{accelerator}"
+
+
+def _n_elements() -> int:
+    return GEMM_SHAPE[0] * GEMM_SHAPE[1]
+
+
+def _gemm_curve(fmt: str, tokens: tuple[int, ...], dtype: torch.dtype, device: Device) -> Curve:
+    weight = random_weight(GEMM_SHAPE, parse_format(fmt), device)
+    rates = []
+    for n in tokens:
+        x = torch.randn((n, GEMM_SHAPE[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
+        seconds = best_seconds(lambda x=x: linear(x, weight), device, seconds=0.15)  # type: ignore[misc]
+        rates.append(2 * n * _n_elements() / seconds)
+    return Curve(tokens=tuple(float(n) for n in tokens), flops_per_s=tuple(rates))
+
+
+def _cpu_gemm() -> float:
+    cpu = make_device("cpu")
+    dtype = cpu.compute_dtype("auto")
+    return _gemm_curve(DTYPE_NAMES[dtype], (512,), dtype, cpu).peak
+
+
+# -- attention ---------------------------------------------------------------------------------------------
+
+
+def _attention(device: Device, dtype: torch.dtype) -> AttentionRates:
+    """Prefill of 512 tokens; decode of 32 sequences of 1,024 tokens with 1 and with 8 heads per KV head."""
+    n, n_heads, head_dim = 512, 16, 64
+    q = torch.randn((2, n, n_heads, head_dim)).to(dtype).to(device.torch_device)
+    params = AttentionParams(scale=head_dim**-0.5)
+    seconds = best_seconds(lambda: attend_segments(q, q, q, params), device)
+    prefill = 2 * n_heads * 4 * head_dim * n * (n + 1) / 2 / seconds
+    many, few = (_decode_seconds(device, dtype, 16, n_kv) for n_kv in (16, 2))
+    batch, length = 32, 1024
+    element = dtype.itemsize
+    # seconds = bytes / a + flops / b, for two shapes of equal FLOPs: their difference is bytes alone.
+    bytes_many, bytes_few = (2 * batch * length * n_kv * head_dim * element for n_kv in (16, 2))
+    flops = 4 * batch * length * 16 * head_dim
+    per_byte = max((many - few) / (bytes_many - bytes_few), 1e-13)
+    per_flop = max((few - bytes_few * per_byte) / flops, 1e-14)
+    return AttentionRates(
+        prefill_flops_per_s=prefill, decode_bytes_per_s=1 / per_byte, decode_flops_per_s=1 / per_flop
+    )
+
+
+def _decode_seconds(device: Device, dtype: torch.dtype, n_heads: int, n_kv_heads: int) -> float:
+    batch, length, head_dim = 32, 1024, 64
+    query = torch.randn((batch, n_heads, head_dim)).to(dtype).to(device.torch_device)
+    params = AttentionParams(scale=head_dim**-0.5)
+    if device.is_accelerator:
+        key = torch.randn((batch, n_kv_heads, length, head_dim)).to(dtype).to(device.torch_device)
+        lens = torch.full((batch,), length)
+        return best_seconds(lambda: attend_dense(query, key, key, lens, params), device)
+    pages = length // 64
+    shape = CacheShape(
+        n_layers=1,
+        num_gpu_batches=1,
+        gpu_batch_size=batch,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        page_counts=(0, batch * pages, 0),
+        fmt=parse_cache_format(DTYPE_NAMES[dtype]),
+        tail_dtype=dtype,
+    )
+    allocator = PageAllocator(shape)
+    sequences = [allocator.admit(0, length + 1) for _ in range(batch)]
+    resident = torch.zeros((batch * pages, shape.page_bytes), dtype=torch.uint8)
+    tails = torch.zeros((batch, *shape.tail_shape), dtype=dtype)
+    for sequence in sequences:
+        assert sequence is not None
+        for _ in range(pages):
+            allocator.take_page(sequence)
+        sequence.length = length
+    chunk = plan_chunk(allocator, [(s, 1) for s in sequences if s is not None], [True] * batch)
+    cache = LayerCache(shape=shape, resident=resident, staged=None, tails=tails)
+    return best_seconds(lambda: cache.decode(chunk, query, params), device)
+
+
+def _cache_rates(device: Device, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
+    """Elements per second of unpacking and packing pages, by cache format."""
+    n_pages, heads, tokens, width = 256, 4, 64, 64
+    values = torch.randn((n_pages, heads, tokens, width)).to(dtype).to(device.torch_device)
+    elements = 2 * values.numel()
+    unpack: dict[str, float] = {}
+    pack: dict[str, float] = {}
+    for name in (DTYPE_NAMES[dtype], *CACHE_FORMATS):
+        fmt = parse_cache_format(name)
+        size = fmt.page_nbytes(page_tokens=tokens, n_kv_heads=heads, head_dim=width)
+        pages = torch.empty((n_pages, size), dtype=torch.uint8, device=device.torch_device)
+        seconds = best_seconds(lambda fmt=fmt, pages=pages: encode_pages(values, values, fmt, pages), device)  # type: ignore[misc]
+        pack[name] = elements / seconds
+        seconds = best_seconds(
+            lambda fmt=fmt, pages=pages: decode_pages(  # type: ignore[misc]
+                pages, fmt, n_kv_heads=heads, page_tokens=tokens, head_dim=width, dtype=dtype
+            ),
+            device,
+        )
+        unpack[name] = elements / seconds
+    unpack["default"], pack["default"] = min(unpack.values()), min(pack.values())
+    return unpack, pack
+
+
+def _elementwise(device: Device, dtype: torch.dtype) -> float:
+    """Bytes per second of a gated MLP's norm, activation and residual, counted at its linear layers' ends."""
+    tokens, hidden, ffn = 256, 2048, 5632
+    x = torch.randn((tokens, hidden)).to(dtype).to(device.torch_device)
+    gate_up = torch.randn((tokens, 2 * ffn)).to(dtype).to(device.torch_device)
+    weight = torch.ones(hidden, device=device.torch_device)
+
+    def work() -> torch.Tensor:
+        normed = torch.nn.functional.rms_norm(x.float(), (hidden,), weight, 1e-5).to(x.dtype)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate).mul_(up)
+        return x + normed + inner[:, :hidden]
+
+    counted = tokens * (hidden + 2 * ffn + ffn + hidden) * dtype.itemsize
+    return counted / best_seconds(work, device)
+
+
+# -- disk, and lanes together ----------------------------------------------------------------------------------
+
+
+def _disk(
+    device: Device, folder: Path, dtype: torch.dtype
+) -> tuple[float, float, float, dict[str, dict[str, float]]]:
+    """(read, write, small writes) bytes per second, and how much disk reads and copies slow compute down."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pool = DiskPool()
+    host = Arena("disk test", Tier.CPU, 64 << 20, device, pinned=True)
+    buffer = host.take(64 << 20, "disk test")
+    buffer.copy_(torch.randint(0, 255, (1 << 20,), dtype=torch.uint8).repeat(64))
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="flexrun-profile-") as handle:
+        os.posix_fallocate(handle.fileno(), 0, DISK_TEST_BYTES)
+        with DiskFile(Path(handle.name), pool, writable=True) as file:
+            write = write_bytes_per_s(file, DISK_TEST_BYTES, buffer)
+            began = time.perf_counter()
+            for i in range(64):
+                file.write_from(buffer, i * (1 << 20), 64 << 10)
+            small = 64 * (64 << 10) / (time.perf_counter() - began)
+            extents = [
+                Extent(file, i * buffer.numel(), buffer.numel(), 0) for i in range(DISK_TEST_BYTES >> 26)
+            ]
+
+            def read_all() -> None:
+                for extent in extents:
+                    read_extents([extent], buffer)
+
+            read = DISK_TEST_BYTES / best_seconds(read_all, seconds=1.0)
+            sharing = _sharing(device, dtype, read_all) if not device.is_accelerator else {}
+    host.close()
+    return read, write, min(small, write), sharing
+
+
+def _sharing(device: Device, dtype: torch.dtype, read_all: Callable[[], None]) -> dict[str, dict[str, float]]:
+    """How much of the cores disk reads and copies take away from compute that runs beside them."""
+    weight = torch.randn(GEMM_SHAPE).to(dtype)
+    x = torch.randn((512, GEMM_SHAPE[1])).to(dtype)
+
+    def compute() -> None:
+        for _ in range(4):
+            linear(x, weight)
+
+    alone = best_seconds(compute, seconds=0.8)
+    source = torch.ones(64 << 20, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    shares: dict[str, float] = {"compute": 1.0}
+    for lane, beside in (("disk_read", read_all), ("upload", lambda: target.copy_(source))):
+        with Lanes(device) as lanes:
+            stop = False
+
+            def keep_busy(beside: Callable[[], object] = beside) -> int:
+                while not stop:
+                    beside()
+                return 0
+
+            handle = lanes.submit(lane, keep_busy)
+            together = best_seconds(compute, seconds=0.8)
+            stop = True
+            handle.wait()
+        shares[lane] = min(1.0, max(0.0, together / alone - 1.0))
+    shares["disk_write"] = shares["disk_read"]
+    shares["download"] = shares["upload"]
+    shares["cpu_attention"] = 1.0
+    return {"cores": shares}
+
+
+def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
+    """Fixed costs in seconds: of a chunk of a unit, a copy, a disk operation, CPU attention, a pass, a row."""
+    x = torch.ones((1, 64), dtype=dtype, device=device.torch_device)
+    weight = torch.ones((64, 64), dtype=dtype, device=device.torch_device)
+
+    def small_unit() -> torch.Tensor:
+        y = linear(torch.nn.functional.rms_norm(x, (64,)), weight)
+        y = torch.nn.functional.silu(y).mul_(y)
+        return x + linear(y, weight)
+
+    with Lanes(device) as lanes:
+
+        def round_trip() -> None:
+            lanes.submit("upload", lambda: 0).wait()
+
+        transfer = best_seconds(round_trip)
+    compute = 2 * best_seconds(small_unit, device) + transfer
+    return {
+        "compute": compute,
+        "transfer": transfer,
+        "disk": transfer + 1e-4,
+        "cpu_attention": transfer + compute,
+        "pass": 1e-3,
+        "row": 2e-5,
+    }
+
+
+# -- cache -------------------------------------------------------------------------------------------------
+
+
+def cache_file(device: Device) -> Path:
+    """Where this machine's profile is kept: one file per host, processor, memory size and device."""
+    identity = json.dumps(
+        [
+            platform.node(),
+            platform.processor(),
+            platform.machine(),
+            os.cpu_count(),
+            device.kind,
+            torch.__version__,
+        ]
+    )
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "flexrun" / "hardware" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def cached_hardware(
+    device: Device | None = None,
+    *,
+    folder: Path | None = None,
+    fresh: bool = False,
+    say: Say = lambda text: None,
+) -> Hardware:
+    """This machine's profile from the cache, measured first if it is not there (or `fresh`)."""
+    device = device or make_device("auto")
+    file = cache_file(device)
+    if file.is_file() and not fresh:
+        try:
+            return Hardware.load(file)
+        except ValueError:
+            say(f"{file} is of another release or damaged; measuring again")
+    hardware = measure_hardware(device, folder=folder or file.parent, say=say)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    hardware.save(file)
+    return hardware
