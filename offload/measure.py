@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -279,23 +280,29 @@ def _sharing(device: Device, dtype: torch.dtype, read_all: Callable[[], None]) -
     target = torch.empty_like(source)
     shares: dict[str, float] = {"compute": 1.0}
     for lane, beside in (("disk_read", read_all), ("upload", lambda: target.copy_(source))):
-        with Lanes(device) as lanes:
-            stop = False
-
-            def keep_busy(beside: Callable[[], object] = beside) -> int:
-                while not stop:
-                    beside()
-                return 0
-
-            handle = lanes.submit(lane, keep_busy)
-            together = best_seconds(compute, seconds=0.8)
-            stop = True
-            handle.wait()
-        shares[lane] = min(1.0, max(0.0, together / alone - 1.0))
+        shares[lane] = min(1.0, max(0.0, _beside(device, lane, compute, beside) / alone - 1.0))
     shares["disk_write"] = shares["disk_read"]
     shares["download"] = shares["upload"]
     shares["cpu_attention"] = 1.0
     return {"cores": shares}
+
+
+def _beside(device: Device, lane: str, compute: Callable[[], None], beside: Callable[[], object]) -> float:
+    """Seconds of `compute` while a lane does `beside` over and over."""
+    stop = threading.Event()
+
+    def keep_busy() -> int:
+        while not stop.is_set():
+            beside()
+        return 0
+
+    with Lanes(device) as lanes:
+        handle = lanes.submit(lane, keep_busy)
+        try:
+            return best_seconds(compute, seconds=0.8)
+        finally:
+            stop.set()
+            handle.wait()
 
 
 def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--prompt-len and --gen-len say what to plan for; give both (gen-len 0 is scoring)")
     hardware = find_hardware(args.hardware, price_per_hour=args.price_per_hour)
     footprint = find_footprint(args.model, args.weight_format)
-    budgets = {
+    budgets: dict[str, Any] = {
         f"{tier}_mem_bytes": float(parse_bytes(text, total_bytes=int(total), what=f"--{tier}-mem"))
         for tier, total in zip(
             ("gpu", "cpu", "disk"), (hardware.gpu_mem_bytes, hardware.cpu_mem_bytes, hardware.disk_mem_bytes)

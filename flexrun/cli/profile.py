@@ -49,14 +49,8 @@ def run(args: argparse.Namespace) -> int:
             ", ".join(f"{n:g}: {f / 1e9:.0f}" for n, f in zip(curve.tokens, curve.flops_per_s)),
         ),
         ("", "tokens: GFLOP/s"),
-        (
-            "disk read, write",
-            f"{hardware.disk_read_bytes_per_s / 1e9:.2f}, {hardware.disk_write_bytes_per_s / 1e9:.2f} GB/s",
-        ),
-        (
-            "upload, download",
-            f"{hardware.upload_bytes_per_s / 1e9:.1f}, {hardware.download_bytes_per_s / 1e9:.1f} GB/s",
-        ),
+        ("disk read, write", _rates(hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s)),
+        ("upload, download", _rates(hardware.upload_bytes_per_s, hardware.download_bytes_per_s)),
         ("unpacking", ", ".join(f"{k} {v / 1e9:.1f}" for k, v in hardware.unpack_elements_per_s.items())),
         ("", "10^9 elements/s"),
         ("cpu memory", format_bytes(int(hardware.cpu_mem_bytes))),
@@ -66,3 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(hardware.to_dict()))
     return EXIT_OK
+
+
+def _rates(*bytes_per_s: float) -> str:
+    return ", ".join(f"{rate / 1e9:.2f}" for rate in bytes_per_s) + " GB/s"
