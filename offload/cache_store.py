@@ -19,8 +19,9 @@ from torch import Tensor
 
 from offload.device import Device
 from offload.disk import DiskFile, Extent, read_extents, write_extents
-from offload.kv import CacheShape, LayerCache, Outbox, runs
+from offload.kv import LayerCache, Outbox
 from offload.memory import Arena
+from offload.pages import CacheShape, runs
 from policy.schedule import BatchPlan, Depths
 from policy.tiers import Tier
 

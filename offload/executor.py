@@ -9,30 +9,24 @@ tier: then only compute operations remain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from quant.linear import linear
 from torch import Tensor
 
 from offload.cache_store import CacheStore
 from offload.device import Device
 from offload.hidden import HiddenStore
-from offload.kv import (
-    SEGMENT_TOKENS,
-    CacheSequence,
-    ChunkAttention,
-    LayerCache,
-    PageAllocator,
-    attend_first_segments,
-    plan_chunk,
-)
+from offload.kv import LayerCache, attend_first_segments
+from offload.kv_chunk import ChunkAttention, plan_chunk
 from offload.lanes import Handle, Lanes
+from offload.pages import SEGMENT_TOKENS, CacheSequence, PageAllocator
 from offload.units import AttentionParams, AttentionUnit, Model, Unit, Weight
 from offload.weights import WeightStore
 from policy.schedule import BatchPlan, Depths, Op, OpKind, UnitPlan, ZigZag
 from policy.tiers import Tier
+from quant.linear import linear
 
 
 class LogitSink(Protocol):
@@ -113,7 +107,7 @@ class _Chunk:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x (tokens, in_features) @ weight.T + bias."""
-        return linear(x, weight, bias)  # type: ignore[arg-type]
+        return _linear(x, weight, bias)
 
     def memo(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self._memo:
@@ -138,7 +132,7 @@ class _Rows:
         raise RuntimeError("units after the layers have no attention")
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return linear(x, weight, bias)  # type: ignore[arg-type]
+        return _linear(x, weight, bias)
 
     def memo(self, key: object, make: Callable[[], Any]) -> Any:
         return make()
@@ -146,6 +140,29 @@ class _Rows:
     def put_logits(self, start: int, logits: Tensor) -> None:
         if self._sink is not None:
             self._sink.put(self._first_row, start, logits)
+
+
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)  # vectors keep the checkpoint's type
+    return linear(x, weight, bias)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Projected:
+    """One chunk of a unit between its projection and its output projection, attention being elsewhere.
+
+    query, key, value and out (what is attended so far) are on the device, carry is the unit's own; moved: the
+    first three in cpu memory; attended: the CPU's part, (tokens, n_heads, head_dim) like out.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    carry: Any
+    out: Tensor
+    moved: tuple[Tensor, Tensor, Tensor] | None = None
+    attended: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -160,7 +177,7 @@ class _Batch:
     n_tokens: int
     selected: Tensor | None = None
     resized: list[Tensor] = field(default_factory=list)
-    projected: dict[int, Any] = field(default_factory=dict)
+    projected: list[_Projected] = field(default_factory=list)
 
 
 class Executor:
@@ -268,7 +285,7 @@ class Executor:
         if kind is OpKind.FINISH:
             return lambda: self._finish(op, batch, tokens)
         if kind is OpKind.DOWNLOAD_QKV:
-            return lambda: self._move_projected(batch, torch.device("cpu"))
+            return lambda: self._move_projected(batch)
         if kind is OpKind.UPLOAD_ATTENDED:
             return lambda: self._move_attended(batch)
         layer = self._layer_of_unit.get(u, -1)
@@ -324,13 +341,13 @@ class Executor:
                 )
             )
             begin += len(ids)
-        decode_rows = [int(row) for c in chunks for row in c.attention.decode_rows]
+        decode_rows = [row for c in chunks for row in c.attention.decode_rows.tolist()]
         plan = self.cache.begin_batch(
             j,
             used=used,
             filled=[slot for c in chunks for slot in c.attention.filled],
             tail_rows=max(decode_rows, default=-1) + 1,
-            writes_tails=any(c.attention.tail_tokens.numel() for c in chunks),
+            writes_tails=any(c.attention.indices.tail_tokens.numel() for c in chunks),
             attends_stored=not all(c.attention.self_contained for c in chunks),
             hidden_home=self._hidden_homes[j],
         )
@@ -339,7 +356,7 @@ class Executor:
             chunks=chunks,
             rows=torch.tensor(rows, dtype=torch.int64).to(device),
             sink=given.sink,
-            plan=plan,
+            plan=replace(plan, key=j),
             n_tokens=n_tokens,
         )
 
@@ -403,20 +420,20 @@ class Executor:
         assert isinstance(unit, AttentionUnit)
         weights = self.weights.weights(op.unit, op.slot, tokens)
         hidden = self.hidden.enter(batch.index, op.hidden_slot, batch.n_tokens)
-        for i, chunk in enumerate(batch.chunks):
+        batch.projected = []
+        for chunk in batch.chunks:
             q, k, v, carry = unit.project(weights, hidden[chunk.begin : chunk.end], chunk)
-            out = torch.empty_like(q)
+            item = _Projected(q, k, v, carry, torch.empty_like(q))
             # Segments that begin their sequence need no stored page: the device attends them itself.
-            attend_first_segments(chunk.attention, q, k, v, unit.attention, out)
-            batch.projected[i] = [q, k, v, carry, out]
+            attend_first_segments(chunk.attention, q, k, v, unit.attention, item.out)
+            batch.projected.append(item)
 
-    def _move_projected(self, batch: _Batch, device: torch.device) -> int:
+    def _move_projected(self, batch: _Batch) -> int:
         moved = 0
-        for item in batch.projected.values():
-            # Pageable copies wait for the stream; their result is used by a CPU thread next.
-            for n in range(3):
-                item[n] = item[n].to(device)
-                moved += item[n].nbytes
+        for item in batch.projected:
+            # Copies to pageable memory wait for the stream; a CPU thread uses the result next.
+            item.moved = (item.query.cpu(), item.key.cpu(), item.value.cpu())
+            moved += sum(t.nbytes for t in item.moved)
         return moved
 
     def _attend_on_cpu(self, op: Op, batch: _Batch) -> None:
@@ -424,22 +441,23 @@ class Executor:
         assert isinstance(unit, AttentionUnit)
         layer = self._layer_of_unit[op.unit]
         view = self.cache.cpu_layer(layer, batch.index, op.cache_slot, op.out_slot)
-        for i, chunk in enumerate(batch.chunks):
-            q, k, v, _, out = batch.projected[i]
+        for chunk, item in zip(batch.chunks, batch.projected, strict=True):
+            q, k, v = item.moved or (item.query, item.key, item.value)
             view.append(chunk.attention, k, v)
-            attended = torch.empty_like(q)
-            plan = chunk.attention
-            if plan.decode_tokens.numel():
-                attended[plan.decode_tokens] = view.decode(plan, q[plan.decode_tokens], unit.attention)
-            view.attend_later_segments(plan, q, k, v, unit.attention, attended)
-            batch.projected[i][0] = attended
-            batch.projected[i][1] = batch.projected[i][2] = None
+            # In place where the device is the CPU itself: the rows of `out` that nobody else touches.
+            item.attended = torch.empty_like(q) if item.out.device != q.device else item.out
+            view.attend_stored(chunk.attention, q, k, v, unit.attention, item.attended)
+            item.moved = None
 
     def _move_attended(self, batch: _Batch) -> int:
         moved = 0
-        for item in batch.projected.values():
-            moved += item[0].nbytes
-            item[0] = item[0].to(self.device.torch_device, non_blocking=True)
+        for item in batch.projected:
+            assert item.attended is not None
+            moved += item.attended.nbytes
+            if item.attended is not item.out:
+                # Into the queries' memory, which nobody needs any more: memory taken on this lane's stream
+                # could be given away while the compute stream still reads it.
+                item.query.copy_(item.attended, non_blocking=True)
         return moved
 
     def _finish(self, op: Op, batch: _Batch, tokens: int) -> None:
@@ -447,16 +465,13 @@ class Executor:
         assert isinstance(unit, AttentionUnit)
         weights = self.weights.weights(op.unit, op.slot, tokens)
         hidden = self.hidden.enter(batch.index, op.hidden_slot, batch.n_tokens)
-        for i, chunk in enumerate(batch.chunks):
-            attended, _, _, carry, out = batch.projected.pop(i)
-            from_cpu = torch.ones(chunk.attention.n_tokens, dtype=torch.bool)
-            for token, n, start, _, _ in chunk.attention.segments:
-                if start == 0:
-                    from_cpu[token : token + n] = False
-            chosen = from_cpu.to(out.device)
-            out[chosen] = attended[chosen].to(out.dtype)
+        for chunk, item in zip(batch.chunks, batch.projected, strict=True):
+            if item.attended is not item.out:
+                rows = chunk.attention.on(item.out.device).stored_tokens
+                item.out[rows] = item.query[rows]
             part = hidden[chunk.begin : chunk.end]
-            part.copy_(unit.finish(weights, part, out, carry, chunk))
+            part.copy_(unit.finish(weights, part, item.out, item.carry, chunk))
+        batch.projected = []
         self._leave(op.unit, batch, hidden)
 
 

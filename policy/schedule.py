@@ -121,11 +121,14 @@ class UnitPlan:
 class BatchPlan:
     """What one gpu batch brings to one pass.
 
+    key: which of the block's gpu batches it is, where some have nothing to do in a pass; -1: its position in
+    the pass. What an earlier pass stored for it is waited for by this key.
     reads_disk: some of its filled pages are on disk; reads_cpu: with three tiers, some pages or its tails
     are in cpu memory; stores_cpu: with three tiers, it has new K/V whose home is cpu or disk;
     writes_disk: it fills pages whose home is disk; hidden_home: where its hidden states rest between units.
     """
 
+    key: int = -1
     reads_disk: bool = False
     reads_cpu: bool = False
     stores_cpu: bool = False
@@ -242,7 +245,8 @@ class ZigZag:
         self._pass_index = -1
         self._computes: list[int] = []
         self._unfinished: deque[tuple[int, int, int, Op]] = deque()
-        self._last_cache_store: dict[tuple[int, int], tuple[int, ...]] = {}
+        # (unit, batch) -> its last store on each lane: a pass that stores nothing must not hide an earlier one.
+        self._cache_stores: dict[tuple[int, int], dict[Lane, int]] = {}
         self._last_hidden_store: dict[int, tuple[int, ...]] = {}
 
     # -- emission ------------------------------------------------------------------------------------
@@ -406,7 +410,7 @@ class ZigZag:
             return
         u, j = queue.popleft()
         batch = batches[j]
-        stored = self._last_cache_store.get((u, j), ())
+        stored = self._cache_stores.get((u, _key(batches, j)), {}).values()
         three = self.first_tier is Tier.GPU
         staging_slot, op = -1, None
         if batch.reads_disk:
@@ -438,7 +442,7 @@ class ZigZag:
     ) -> Iterator[Op]:
         u, j = step
         slot, waits = self._hidden.take(hold=True)
-        stored = self._last_hidden_store.get(j, ())
+        stored = self._last_hidden_store.get(_key(batches, j), ())
         before: tuple[int, ...] = ()
         if batches[j].hidden_home is Tier.DISK:
             read = self._op(OpKind.READ_HIDDEN, u, j, slot, (*waits, *stored))
@@ -494,14 +498,19 @@ class ZigZag:
                 u,
                 j,
                 -1,
-                (op.id, *cache_waits, *out_waits, *self._last_cache_store.get((u, j), ())),
+                (
+                    op.id,
+                    *cache_waits,
+                    *out_waits,
+                    *self._cache_stores.get((u, _key(batches, j)), {}).values(),
+                ),
                 cache_slot=cache_slot,
                 out_slot=out_slot,
             )
             yield op
             if cache_op is not None:
                 (self._cache_staging if three else self._cache).used(cache_slot, op.id)
-            yield from self._store_cache(u, j, batch, op, out_slot)
+            yield from self._store_cache(u, j, batches, op, out_slot)
             if three:
                 op = self._op(OpKind.UPLOAD_ATTENDED, u, j, -1, (op.id,))
                 yield op
@@ -522,7 +531,7 @@ class ZigZag:
             self._cache.used(cache_slot, op.id)
         yield from self._computed(u, j, batches, op, hidden_slot)
         if unit.has_cache:
-            yield from self._store_cache(u, j, batch, op, out_slot)
+            yield from self._store_cache(u, j, batches, op, out_slot)
 
     def _finish(self, u: int, batches: Sequence[BatchPlan], keep: int) -> Iterator[Op]:
         """Emit the deferred output projections of CPU-attention batches, all but the last `keep`."""
@@ -544,21 +553,32 @@ class ZigZag:
             if batches[j].hidden_home is Tier.DISK:
                 op = self._op(OpKind.WRITE_HIDDEN, u, j, -1, (op.id,), hidden_slot=hidden_slot)
                 yield op
-            self._last_hidden_store[j] = (op.id,)
+            self._last_hidden_store[_key(batches, j)] = (op.id,)
         if hidden_slot >= 0:
             self._hidden.used(hidden_slot, op.id)
 
-    def _store_cache(self, u: int, j: int, batch: BatchPlan, op: Op, out_slot: int) -> Iterator[Op]:
+    def _store_cache(
+        self, u: int, j: int, batches: Sequence[BatchPlan], op: Op, out_slot: int
+    ) -> Iterator[Op]:
         """Move new K and V from the device, or from CPU attention, to their homes."""
+        batch = batches[j]
+        stores = self._cache_stores.setdefault((u, _key(batches, j)), {})
+        if op.kind is OpKind.CPU_ATTENTION:  # appends to the pages in cpu memory
+            stores[op.lane] = op.id
         if self.first_tier is Tier.GPU and batch.stores_cpu and not batch.cpu_attention:
             op = self._op(OpKind.DOWNLOAD_CACHE, u, j, -1, (op.id,), out_slot=out_slot)
             yield op
+            stores[op.lane] = op.id
         if batch.writes_disk:
             op = self._op(OpKind.WRITE_CACHE, u, j, -1, (op.id,), out_slot=out_slot)
             yield op
-        self._last_cache_store[u, j] = (op.id,)
+            stores[op.lane] = op.id
         if out_slot >= 0:
             self._cache_out.used(out_slot, op.id)
+
+
+def _key(batches: Sequence[BatchPlan], j: int) -> int:
+    return batches[j].key if batches[j].key >= 0 else j
 
 
 def schedule(
