@@ -35,21 +35,28 @@ WORDS = (
 )
 
 
-def make_input(path: Path, n_requests: int, seed: int) -> None:
-    """Prompts of 3 to 60 words, answers of 1 to 40 tokens, greedy and sampled, one broken line in fifty."""
+def make_input(path: Path, n_requests: int, seed: int, vocab: int | None) -> None:
+    """Prompts of 3 to 60 words (of token ids below `vocab`), answers of 1 to 40 tokens, greedy and sampled.
+
+    One line in fifty is broken.
+    """
     rng = random.Random(seed)
     with path.open("w", encoding="utf-8") as stream:
         for i in range(n_requests):
             if i % 50 == 25:
                 stream.write('{"broken": \n')
                 continue
-            text = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(3, 60)))
+            length = rng.randrange(3, 60)
+            if vocab is None:
+                prompt: str | list[int] = " ".join(rng.choice(WORDS) for _ in range(length))
+            else:
+                prompt = [rng.randrange(vocab) for _ in range(length)]
             line = {
                 "custom_id": f"request-{i}",
                 "method": "POST",
                 "url": "/v1/completions",
                 "body": {
-                    "prompt": f"Write about {text}.",
+                    "prompt": prompt,
                     "max_tokens": rng.randrange(1, 40),
                     "temperature": rng.choice([0.0, 0.8]),
                 },
@@ -80,9 +87,12 @@ def read_results(path: Path) -> dict[str, dict]:
     return results
 
 
-def texts(results: dict[str, dict]) -> dict[str, str | None]:
+def answers(results: dict[str, dict]) -> dict[str, object]:
     return {
-        name: None if record["error"] else record["response"]["body"]["choices"][0]["text"]
+        name: None
+        if record["error"]
+        else record["response"]["body"]["choices"][0].get("token_ids")
+        or record["response"]["body"]["choices"][0]["text"]
         for name, record in results.items()
     }
 
@@ -113,13 +123,14 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--vocab", type=int, help="prompts of token ids, for a model without a tokenizer")
     parser.add_argument("--random-seed", type=int, default=1)
     args, extra = parser.parse_known_args()
     rng = random.Random(args.random_seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, log = folder / "in.jsonl", folder / "log.txt"
-        make_input(source, args.requests, args.random_seed)
+        make_input(source, args.requests, args.random_seed, args.vocab)
         began = time.monotonic()
         peaceful = folder / "peaceful.jsonl"
         # The last word on success is the count below; some requests are meant to fail (status 1).
@@ -129,7 +140,7 @@ def main() -> None:
         if done.returncode not in (0, 1):
             raise SystemExit(f"the undisturbed run failed:\n{done.stderr}")
         undisturbed_seconds = time.monotonic() - began
-        expected = texts(read_results(peaceful))
+        expected = answers(read_results(peaceful))
         print(f"undisturbed: {len(expected)} results in {undisturbed_seconds:.1f} s")
 
         target = folder / "out.jsonl"
@@ -151,7 +162,7 @@ def main() -> None:
             raise SystemExit(f"FAILED: the last run ended with {done.returncode}:\n{done.stderr}")
         results = read_results(target)
         summary = json.loads(done.stdout.splitlines()[-1])
-        found = texts(results)
+        found = answers(results)
         missing, foreign = expected.keys() - found.keys(), found.keys() - expected.keys()
         different = [name for name in expected if name in found and found[name] != expected[name]]
         verdict = "passed" if not (missing or foreign or different) else "FAILED"
