@@ -407,7 +407,7 @@ class Searcher:
         run = PlacedRun(found.problem.cost, found.rounded.memory, depths=self.depths)
         ops = 12 * len(self.footprint.units) * found.shape.num_gpu_batches
         layers = None if full else max(RANKED_LAYERS, self.footprint.n_layers * SIMULATED_OPS // ops)
-        simulation = simulate(run, series, n_points=2, full=full, n_layers=layers)
+        simulation = simulate(run, series, n_points=2, full=full, n_layers=layers, refinements=2)
         return simulation, series.generated_tokens, series.total_tokens
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -356,10 +356,13 @@ def simulate(
     full: bool = False,
     trace: bool = False,
     n_layers: int | None = None,
+    refinements: int = 4,
 ) -> Simulation:
     """Predict a run.
 
-    n_points: places in a long run at which two passes are simulated; full: all passes. n_layers: simulate the
+    n_points: places in a long run at which two passes are simulated; full: all passes. refinements: rounds in
+    which intervals whose ends differ too much are halved (a tier that fills up changes the pace at once).
+    n_layers: simulate the
     first layers only and scale each pass by its analytic seconds (homes are spread evenly over the layers).
     """
     states = series.states
@@ -367,6 +370,7 @@ def simulate(
     analytic = _Analytic(run)
     analytic_short = analytic if short is run else _Analytic(short)
     steady_only = series.steady is not None and len(states) == 1
+    refined: set[int] = set()
     if steady_only:
         chosen, simulated = [0], [states[0]] * 3
     else:
@@ -384,7 +388,22 @@ def simulate(
     if steady_only:
         spans = spans[-1:]
     ratio = {k: s / max(analytic_short(states[k])[0], 1e-12) for k, s in zip(chosen, spans, strict=True)}
+    n_simulated = len(simulated)
     ratios = _ratios(states, series.n_prefill_passes, chosen, ratio)
+    for _ in range(0 if steady_only else refinements):
+        halves = _midpoints(states, chosen, ratio, ratios, [analytic(state)[0] for state in states])
+        if not halves:
+            break
+        pairs = sorted({j for k in halves for j in (k - 1, k)})
+        spans = _spans(short, [states[k] for k in pairs])
+        n_simulated += len(pairs)
+        for k, span in zip(pairs, spans, strict=True):
+            if k in halves:
+                ratio[k] = span / max(analytic_short(states[k])[0], 1e-12)
+        # The midpoints' predecessors were simulated as well, so that none follows a jump.
+        chosen = sorted({*chosen, *halves})
+        refined |= halves
+        ratios = _ratios(states, series.n_prefill_passes, chosen, ratio, refined)
     seconds = [analytic(state)[0] * r for state, r in zip(states, ratios, strict=True)]
     totals = dict.fromkeys(LANES, 0.0)
     for state in states:
@@ -406,13 +425,17 @@ def simulate(
         decode_seconds=decode * series.blocks,
         lanes={lane.value: busy * series.blocks for lane, busy in totals.items() if busy},
         pass_seconds=tuple(seconds),
-        n_simulated_passes=len(simulated),
+        n_simulated_passes=n_simulated,
         events=chrome_events(short, events) if events is not None else [],
     )
 
 
 def _ratios(
-    states: Sequence[BatchState], n_prefill: int, chosen: Sequence[int], ratio: dict[int, float]
+    states: Sequence[BatchState],
+    n_prefill: int,
+    chosen: Sequence[int],
+    ratio: dict[int, float],
+    settled: Collection[int] = (),
 ) -> list[float]:
     """For every pass, simulated over analytic seconds: its own, or interpolated over passes of its kind."""
     if len(chosen) == len(states):
@@ -424,11 +447,43 @@ def _ratios(
 
     for position, k in enumerate(chosen):
         # The first of a pair follows a jump: what was prefetched for it belonged to another pass.
-        jumped = k > 0 and (position == 0 or chosen[position - 1] != k - 1)
+        jumped = k > 0 and (position == 0 or chosen[position - 1] != k - 1) and k not in settled
         if not (jumped and k >= n_prefill):
             points[kind(k)].append((k, ratio[k]))
     fallback = points["usual"] or list(ratio.items())
     return [_interpolate(points[kind(k)] or fallback, k) for k in range(len(states))]
+
+
+def _midpoints(
+    states: Sequence[BatchState],
+    chosen: Sequence[int],
+    ratio: dict[int, float],
+    ratios: Sequence[float],
+    analytic: Sequence[float],
+) -> set[int]:
+    """Passes in the middle of intervals where interpolation may be off by more than 0.1% of the run."""
+    total = sum(r * a for r, a in zip(ratios, analytic, strict=True))
+    points = [k for k in chosen if not _spike(states, k)]
+    more = set()
+    for a, b in pairwise(points):
+        if b - a < 3:
+            continue
+        doubt = 0.5 * abs(ratios[b] - ratios[a]) * sum(analytic[a:b])
+        if doubt > 1e-3 * total:
+            middle = (a + b) // 2
+            more.add(middle + 1 if _spike(states, middle) else middle)
+    return {k for k in more if k not in ratio}
+
+
+def _spans(run: PlacedRun, states: Sequence[BatchState]) -> list[float]:
+    """Seconds of each of these passes, run one after the other."""
+    ends = run_lanes(
+        run.timed_ops(states, ends=False),
+        len(states),
+        sharing=run.cost.hardware.sharing,
+        pass_gaps=[run.cost.fixed_seconds(state) for state in states],
+    )
+    return [b - a for a, b in zip([0.0, *ends], ends)]
 
 
 def _split(states: Sequence[BatchState], seconds: Sequence[float]) -> tuple[float, float]:

@@ -1,0 +1,67 @@
+"""Refitting constants from runs whose machine is known."""
+
+from __future__ import annotations
+
+import planner_cases as cases
+import pytest
+from test_cost import run_of
+
+from policy.calibrate import CONSTANTS, Observation, apply_factors, refit
+from policy.hardware import Hardware
+from policy.simulate import PlacedRun
+
+PLACES = [
+    ((0.2, 0.5, 0.3), (0.0, 0.5, 0.5), (0.0, 1.0, 0.0)),
+    ((0.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 0.5, 0.5)),
+    ((0.5, 0.5, 0.0), (0.3, 0.4, 0.3), (0.0, 1.0, 0.0)),
+]
+
+
+def observations(truth: Hardware) -> list[Observation]:
+    found = []
+    for i, place in enumerate(PLACES):
+        for state, _ in cases.problem().passes:
+
+            def predict(hw: Hardware, i: int = i, state: object = state) -> dict[str, float]:
+                run: PlacedRun = run_of(cases.problem(hardware=hw), *PLACES[i])
+                return {k.value: v for k, v in run.analytic(state)[1].items()}  # type: ignore[arg-type]
+
+            found.append(Observation(name=str(place), predict=predict, measured=predict(truth)))
+    return found
+
+
+def test_wrong_constants_are_found_again() -> None:
+    truth = cases.machine()
+    wrong = {"upload_bytes_per_s": 2.0, "disk_read_bytes_per_s": 0.4, "gemm": 1.5}
+    start = apply_factors(truth, wrong)
+    fitted = refit(start, observations(truth), constants=[*wrong, "disk_write_bytes_per_s"])
+    assert fitted.error_before > 0.3 and fitted.error_after < 0.02
+    for name, factor in wrong.items():
+        assert fitted.factors[name] == pytest.approx(1 / factor, rel=0.05)
+    assert fitted.factors["disk_write_bytes_per_s"] == pytest.approx(1.0, rel=0.05)
+    assert fitted.hardware.upload_bytes_per_s == pytest.approx(truth.upload_bytes_per_s, rel=0.05)
+    text = "\n".join(fitted.lines())
+    assert "disk_read_bytes_per_s: x2.5" in text and "upload_bytes_per_s: /2.0" in text
+    assert "before" in text and "disk_write" not in text
+
+
+def test_what_no_report_shows_stays() -> None:
+    truth = cases.machine()
+    fitted = refit(truth, observations(truth), constants=["overhead.row", "upload_bytes_per_s"])
+    assert fitted.factors == pytest.approx({"overhead.row": 1.0, "upload_bytes_per_s": 1.0}, rel=1e-3)
+    assert fitted.lines()[0] == "no constant moved by more than 1%"
+
+
+def test_every_constant_changes_the_hardware() -> None:
+    hw = cases.machine()
+    for name in CONSTANTS:
+        assert apply_factors(hw, {name: 2.0}) != hw, name
+        assert apply_factors(hw, {name: 1.0}) == hw, name
+
+
+def test_nothing_to_learn_from_is_an_error() -> None:
+    hw = cases.machine()
+    with pytest.raises(ValueError, match="nothing to refit from"):
+        refit(hw, [Observation(name="x", predict=lambda _: {}, measured={"upload": 1.0})])
+    with pytest.raises(ValueError, match="unknown constant"):
+        refit(hw, observations(hw), constants=["luck"])
