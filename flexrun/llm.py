@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,27 +18,24 @@ from flexrun.checkpoint.packed import PackedSource
 from flexrun.checkpoint.packing import cached_pack
 from flexrun.defaults import Wish, default_policy
 from flexrun.engine import Engine
+from flexrun.planning import plan_run
 from flexrun.request import RequestError, RequestOutput, SamplingParams
 from flexrun.runtime import DTYPE_NAMES, Runtime, layout_footprint
+from flexrun.scoring import Score, Scorer, ScoreWindow, TextOrIds, run_prompts, score_of
 from flexrun.tokenizer import Tokenizer
 from offload.budgets import choose_budgets
 from offload.device import Device, make_device
 from offload.host import format_bytes, host_memory, parse_bytes
 from offload.memory import TierBudgets
 from offload.trace import Trace
-from policy.tiers import Placement, Policy, ScheduleName, Tier
+from policy.hardware import Hardware
+from policy.search import SearchResult
+from policy.tiers import Placement, Policy, ScheduleName
+from policy.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """Log-likelihood of a continuation. logprobs: of each of its tokens; is_greedy: all are the likeliest."""
-
-    logprob: float
-    logprobs: list[float]
-    token_ids: list[int]
-    is_greedy: bool
 
 
 class LLM:
@@ -50,7 +48,10 @@ class LLM:
         dtype: precision of the computation: "auto", "float32", "bfloat16" or "float16".
         weight_format, cache_format: as stored in the checkpoint and in the compute type by default; names
             as in quant.formats and quant.kv_formats. Nothing is quantised unless asked for.
-        policy: a Policy; or None and the single fields (weights, cache, activations, gpu_batch_size, ...).
+        policy: a Policy; "auto": the planner's choice for this machine's profile (measured first if there is
+            none); None: the same where a profile is at hand and the work is known, else a safe built-in
+            choice. The single fields (weights, cache, activations, gpu_batch_size, ...) fix parts of it.
+        workload: what there is to do, for the planner; prompt_len, gen_len and num_requests are its short form.
         gpu_mem, cpu_mem, disk_mem: budgets ("12GiB", "80%", bytes). disk_dir: folder for spill files.
         max_model_len: most tokens of a sequence, at most the model's positions.
         prompt_len, gen_len, num_requests: what is known of the work; sizes the block.
@@ -66,7 +67,8 @@ class LLM:
         tokenizer: Tokenizer | str | Path | None = None,
         weight_format: str = "auto",
         cache_format: str = "auto",
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
+        workload: Workload | None = None,
         weights: Placement | None = None,
         cache: Placement | None = None,
         activations: Placement | None = None,
@@ -89,7 +91,9 @@ class LLM:
         seed: int = 0,
         trace: Trace | None = None,
     ) -> None:
-        if policy is not None:
+        if isinstance(policy, str) and policy != "auto":
+            raise ValueError(f'policy must be a Policy, "auto" or None, got {policy!r}')
+        if isinstance(policy, Policy):
             weight_format = policy.weight_format if weight_format == "auto" else weight_format
             cache_format = policy.cache_format if cache_format == "auto" else cache_format
         folder = Path(disk_dir) if disk_dir is not None else default_disk_dir()
@@ -119,7 +123,7 @@ class LLM:
             overlap=overlap,
             schedule=schedule,
         )
-        if policy is not None:
+        if isinstance(policy, Policy):
             wish = Wish(
                 weights=policy.weights,
                 cache=policy.cache,
@@ -131,19 +135,46 @@ class LLM:
                 overlap=policy.overlap,
                 schedule=policy.schedule,
             )
-        chosen, limits = default_policy(
-            footprint,
-            wish,
-            budgets=budgets,
-            first_tier=self.device.first_tier,
-            compute_dtype=DTYPE_NAMES[compute_dtype],
-            max_model_len=limit,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
-            num_requests=num_requests,
-            page_tokens=page_tokens,
-            pass_tokens=pass_tokens,
-        )
+        compute = DTYPE_NAMES[compute_dtype]
+        if workload is None and prompt_len is not None and gen_len is not None:
+            workload = Workload(prompt_len=prompt_len, gen_len=gen_len, num_requests=num_requests)
+        self.search: SearchResult | None = None
+        hardware = None
+        placed = wish.weights or wish.cache or wish.activations or wish.cpu_attention_frac
+        if workload is not None and not isinstance(policy, Policy) and not placed and pass_tokens is None:
+            hardware = _hardware(self.device, folder, measure=policy == "auto")
+        if hardware is not None and workload is not None:
+            exact = prompt_len is not None
+            chosen, limits, self.search = plan_run(
+                footprint,
+                hardware,
+                workload,
+                budgets=budgets,
+                first_tier=self.device.first_tier,
+                compute_dtype=compute,
+                cache_format=cache_format,
+                gpu_batch_size=gpu_batch_size,
+                num_gpu_batches=num_gpu_batches,
+                overlap=overlap,
+                max_model_len=None if exact else limit,
+                page_tokens=page_tokens,
+            )
+            if limits.max_tokens < limit:
+                limit, reason = limits.max_tokens, "tokens that the plan has memory for"
+        else:
+            chosen, limits = default_policy(
+                footprint,
+                wish,
+                budgets=budgets,
+                first_tier=self.device.first_tier,
+                compute_dtype=compute,
+                max_model_len=limit,
+                prompt_len=prompt_len,
+                gen_len=gen_len,
+                num_requests=num_requests,
+                page_tokens=page_tokens,
+                pass_tokens=pass_tokens,
+            )
         self.policy = replace(chosen, weight_format=weight_format)
         source = opened.source
         if (
@@ -174,6 +205,9 @@ class LLM:
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         self.engine = Engine(
             self.runtime, tokenizer=self.tokenizer, eos_token_ids=(*eos, *self.config.eos_token_ids)
+        )
+        self.scorer = Scorer(
+            self.tokenizer, eos_token_ids=self.config.eos_token_ids, max_len=self.engine.max_model_len
         )
         self._ids = itertools.count()
 
@@ -246,39 +280,27 @@ class LLM:
         )
         return ids, text
 
-    def score(self, pairs: Sequence[tuple[Prompt, Prompt]]) -> list[Score]:
-        """Log-likelihood of each continuation given its context: one prefill each, nothing generated.
+    def score(self, pairs: Sequence[tuple[TextOrIds, TextOrIds]]) -> list[Score]:
+        """Log-likelihood of each continuation given its context (text or token ids), in order.
 
-        An empty context is replaced by the model's BOS (or EOS) token.
+        An empty context is replaced by the model's BOS (or EOS) token; a context beyond the model's length
+        loses its beginning. Raises RequestError.
         """
-        ids: list[str] = []
-        lengths: list[int] = []
-        for context, continuation in pairs:
-            head = self.encode(context)[0] if context else []
-            tail = self._continuation(context, continuation, head)
-            if not head:
-                head = [self._start_token()]
-            name = f"score-{next(self._ids)}"
-            self.engine.add_request(name, head + tail, SamplingParams(max_tokens=1), score_from=len(head))
-            ids.append(name)
-            lengths.append(len(tail))
-        done = self._drain(ids)
-        return [_score(done[name], n) for name, n in zip(ids, lengths, strict=True)]
+        return self._score([[self.scorer.pair(*pair)] for pair in pairs])
 
-    def _continuation(self, context: Prompt, continuation: Prompt, head: list[int]) -> list[int]:
-        if isinstance(context, str) and isinstance(continuation, str) and self.tokenizer is not None:
-            whole = self.tokenizer.encode(context + continuation)
-            if whole[: len(head)] == head and len(whole) > len(head):
-                return whole[len(head) :]
-            return self.tokenizer.encode(continuation, add_special_tokens=False)
-        return self.encode(continuation)[0]
+    def score_text(self, texts: Sequence[TextOrIds]) -> list[Score]:
+        """Log-likelihood of whole texts of any length (token ids too), in windows of max_model_len, in order.
 
-    def _start_token(self) -> int:
-        if self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
-            return self.tokenizer.bos_token_id
-        if self.config.eos_token_ids:
-            return self.config.eos_token_ids[0]
-        raise RequestError("an empty context needs a BOS or EOS token, and this model names none")
+        Raises RequestError.
+        """
+        return self._score([self.scorer.text(text) for text in texts])
+
+    def _score(self, items: Sequence[Sequence[ScoreWindow]]) -> list[Score]:
+        work = ((i, [window.prompt() for window in windows]) for i, windows in enumerate(items))
+        done: dict[int, Score] = {}
+        for i, outputs in run_prompts(self.engine, work, name=f"score-{next(self._ids)}"):
+            done[i] = score_of(items[i], outputs)
+        return [done[i] for i in range(len(items))]
 
     def _run(
         self,
@@ -338,17 +360,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _score(output: RequestOutput, n_tokens: int) -> Score:
-    assert output.prompt_logprobs is not None
-    ids = output.prompt_token_ids[-n_tokens:]
-    entries = output.prompt_logprobs[-n_tokens:]
-    chosen = [entry[token] for entry, token in zip(entries, ids, strict=True) if entry is not None]
-    values = [c.logprob for c in chosen]
-    return Score(
-        logprob=sum(values), logprobs=values, token_ids=ids, is_greedy=all(c.rank == 1 for c in chosen)
-    )
-
-
 def _tokenizer(given: Tokenizer | str | Path | None, opened: OpenedModel) -> Tokenizer | None:
     if isinstance(given, Tokenizer):
         return given
@@ -382,9 +393,18 @@ def _device_and_budgets(
     return device, budgets, notes
 
 
+def _hardware(device: Device, folder: Path, *, measure: bool) -> Hardware | None:
+    """This machine's profile; None if there is none yet and it is not to be measured now."""
+    from offload.measure import cache_file, cached_hardware
+
+    if not measure and not cache_file(device).is_file():
+        return None
+    return cached_hardware(device, folder=folder, say=lambda text: logger.info("measuring %s", text))
+
+
 def default_disk_dir() -> Path:
     """Where spill files go if nothing is said: the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexrun" / "spill"
 
 
-__all__ = ["LLM", "Prompt", "Score", "Tier"]
+__all__ = ["LLM", "Prompt", "Score"]
