@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PROMPT_CHARS = 240
+HEAD_CHARS = 60
+TAIL_CHARS = 180
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -47,10 +48,9 @@ def request_text(request: dict[str, Any]) -> str:
     else:
         text = body.get("prompt")
     text = text if isinstance(text, str) else json.dumps(text)
-    if len(text) > PROMPT_CHARS:
-        half = PROMPT_CHARS // 2
-        text = f"{text[:half].rstrip()} [...] {text[-half:].lstrip()}"
-    return text.strip("\n")
+    if len(text) > HEAD_CHARS + TAIL_CHARS:
+        text = f"{text[:HEAD_CHARS].rstrip()} [...] {text[-TAIL_CHARS:].lstrip()}"
+    return text.strip("\n").replace("\n\n", "\n")
 
 
 def answers(result: dict[str, Any]) -> list[tuple[str, str]]:
