@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quant.formats import GROUP_SIZES, WeightFormat, parse_format
-from quant.packed import PackedTensor, empty_packed
+from quant.packed import PackedTensor, empty_packed, numpy_views
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GPTQ_BITS = (2, 3, 4, 8)
@@ -88,20 +88,22 @@ def pack_gguf_rows_into(
         packed.part("blocks")[row_start : row_start + raw.shape[0]].copy_(raw)
         return
     _check_row_bytes(raw, _GGUF_BLOCK_BYTES[ggml_type.upper()], ggml_type, label)
-    cols = packed.shape[1]
-    step = max(_BLOCK_CODES // max(cols, 1), 1)
-    for first in range(0, raw.shape[0], step):
-        rows = raw[first : first + step]
-        codes, scales, mins = _gguf_affine(
-            rows.reshape(-1, _GGUF_BLOCK_BYTES[ggml_type.upper()]), ggml_type.upper()
+    if raw.shape[1] * 32 != packed.shape[1] * _GGUF_BLOCK_BYTES[ggml_type.upper()]:
+        raise ValueError(
+            f"{label}: rows of {raw.shape[1]} bytes do not fit a {packed.format} tensor of shape {packed.shape}"
         )
-        params = {"scales": scales.view(len(rows), -1)}
-        if mins is not None:
-            params["mins"] = mins.view(len(rows), -1)
-        for part, values in params.items():
-            if not bool(torch.isfinite(values).all()):
-                raise ValueError(f"{label}: {ggml_type} holds an infinite or NaN value among its {part}")
-        _store_rows(packed, row_start + first, codes.view(len(rows), -1), params)
+    if not 0 <= row_start <= packed.shape[0] - raw.shape[0]:
+        raise ValueError(
+            f"{label}: rows {row_start}..{row_start + raw.shape[0]} are not within 0..{packed.shape[0]}"
+        )
+    if not raw.numel():
+        return
+    from quant.kernels_decode import layout_of
+    from quant.kernels_repack import repack_gguf
+
+    layout = layout_of(packed.format, (packed.shape[0], packed.shape[1]))
+    if repack_gguf(layout, numpy_views(packed), raw.contiguous().numpy(), ggml_type.upper(), row_start):
+        raise ValueError(f"{label}: {ggml_type} holds an infinite or NaN value among its scales or minima")
 
 
 def gptq_format(
@@ -196,22 +198,6 @@ def pack_awq(
         codes = _unpack_awq(qweight[:, rows.start // 8 : rows.stop // 8]).t()  # (rows, in)
         _store_groups(packed, rows, codes, scales[:, rows].t(), zeros[rows], group_size, label)
     return packed
-
-
-def _gguf_affine(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Blocks (n, bytes) -> codes uint8 (n, 32), scale fp16 (n,) and, if the type has one, minimum fp16 (n,)."""
-    has_min = ggml_type in ("Q4_1", "Q5_1")
-    scales = blocks[:, :2].contiguous().view(torch.float16)[:, 0]
-    mins = blocks[:, 2:4].contiguous().view(torch.float16)[:, 0] if has_min else None
-    rest = blocks[:, 4:] if has_min else blocks[:, 2:]
-    if ggml_type == "Q8_0":
-        return rest ^ 128, scales, mins  # int8 + 128
-    nibbles = rest[:, -16:]
-    codes = torch.cat([nibbles & 15, nibbles >> 4], dim=1)
-    if ggml_type in ("Q5_0", "Q5_1"):
-        bits = (rest[:, :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # (n, 4, 8)
-        codes |= bits.flatten(1) << 4
-    return codes, scales, mins
 
 
 def _store_rows(packed: PackedTensor, row_start: int, codes: Tensor, params: dict[str, Tensor]) -> None:

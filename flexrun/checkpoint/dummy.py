@@ -14,6 +14,7 @@ import json
 import torch
 from torch import Tensor
 
+from flexrun.checkpoint.filling import zero_gaps
 from flexrun.model.assemble import DecoderModel
 from offload.units import TensorSpec, Unit
 from offload.weights import Extent, TensorSlot, UnitLayout, unit_layout
@@ -136,7 +137,7 @@ class DummySource:
         scale = std * 12**0.5 / (fmt.top_code + 1)
         exponent = row_exponent(scale * fmt.top_code) if fmt.param_dtype == "float16" else 0
         unit = scale * 2.0**-exponent
-        out.buffer.zero_()
+        zero_gaps(out)
         for name, part in out.to_parts().items():
             if name.startswith("codes"):
                 start = self._place(f"{key} {name}", first_row * part.shape[1])
@@ -176,6 +177,9 @@ def _from_pool(pool: Tensor, start: int, factor: float, out: Tensor) -> None:
     done = 0
     while done < flat.numel():
         n = min(flat.numel() - done, pool.numel() - start)
-        torch.mul(pool[start : start + n], factor, out=flat[done : done + n])
+        if factor == 1:
+            flat[done : done + n] = pool[start : start + n]
+        else:
+            torch.mul(pool[start : start + n], factor, out=flat[done : done + n])
         done += n
         start = 0

@@ -141,6 +141,8 @@ class GgufReader:
         self.native = gguf_format(info.dtype)
 
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if self.native is not None:
+            return self.packed(start, stop).dequantize(dtype)  # the kernels are several times faster
         return read_dense(self._info, dtype, slice(start, stop))
 
     def packed(self, start: int, stop: int) -> PackedTensor:
