@@ -65,6 +65,11 @@ class _Scored:
     positions: range
 
 
+def _fed(scored: list[int]) -> list[int]:
+    """The tokens to compute for scoring: nothing follows the last one, so only its own score is wanted."""
+    return scored[:-1] if len(scored) > 1 else scored
+
+
 class Engine:
     """Runs requests over a runtime.
 
@@ -119,7 +124,8 @@ class Engine:
         """Queue a request.
 
         score_from: score only (nothing is generated): log-probabilities of the prompt's tokens from this
-            position on; the result's prompt_logprobs has them, None before.
+            position on; the result's prompt_logprobs has them, None before. The last token is only scored,
+            never fed, so a prompt may be one token longer than max_model_len.
         Raises RequestError if the request can never run: empty or unknown tokens, too long, stop strings
         without a tokenizer, a request_id in use.
         """
@@ -132,6 +138,7 @@ class Engine:
             first_scored = 1
         n = 1 if score_from is not None else params.n
         request = _Request(prompt=prompt, text=prompt_text, outputs=[None] * n)
+        fed = prompt if score_from is None else _fed(prompt)
         if first_scored >= 0:
             request.prompt_logprobs = []
         self._requests[request_id] = request
@@ -150,7 +157,8 @@ class Engine:
                 Completion(
                     request_id=request_id,
                     index=index,
-                    prompt=prompt,
+                    prompt=fed,
+                    known=prompt,
                     params=params,
                     max_tokens=max_tokens,
                     sampling=SamplingState(
@@ -185,12 +193,13 @@ class Engine:
         max_tokens = 0 if score_from is not None else params.max_tokens
         if max_tokens is None:
             max_tokens = max(1, limit - len(prompt))
-        if len(prompt) + max_tokens > limit:
+        fed = prompt if score_from is None else _fed(prompt)
+        if len(fed) + max_tokens > limit:
             raise RequestError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}; "
                 f"the limit is {limit} {self._runtime.len_limit_reason}. Shorten the prompt or lower max_tokens"
             )
-        total = len(prompt) + max(max_tokens - 1, 0)
+        total = len(fed) + max(max_tokens - 1, 0)
         if not self._executor.allocator.fits(total):
             raise RequestError(
                 f"{total} tokens need more KV pages than a gpu batch has; raise the memory budgets, use a "
@@ -259,10 +268,10 @@ class Engine:
                 if step.in_prompt and c.score_from >= 0:
                     # The row at position p tells of the token at p + 1.
                     low = max(c.score_from - 1, c.n_stored)
-                    high = min(len(c.prompt) - 1, c.n_stored + step.n_tokens)
+                    high = min(len(c.known) - 1, c.n_stored + step.n_tokens)
                     if low < high:
                         rows.extend(range(low - c.n_stored, high - c.n_stored))
-                        targets.extend(c.prompt[low + 1 : high + 1])
+                        targets.extend(c.known[low + 1 : high + 1])
                         is_score.extend([True] * (high - low))
                         scored.append(_Scored(completion=c, positions=range(low + 1, high + 1)))
                 if step.samples:
@@ -313,7 +322,7 @@ class Engine:
     def _prompt_entry(
         self, c: Completion, position: int, value: float, greedy: bool, top: tuple[list[int], list[float]]
     ) -> dict[int, Logprob]:
-        token = c.prompt[position]
+        token = c.known[position]
         n_top = c.params.prompt_logprobs or 0
         ids, logprobs = top[0][:n_top], top[1][:n_top]
         rank = 1 if greedy else ids.index(token) + 1 if token in ids else None
@@ -398,7 +407,7 @@ class Engine:
         for steps in plan:
             for step in steps:
                 c = step.completion
-                if step.ends_prompt and c.max_tokens == 0:
+                if c.max_tokens == 0 and step.in_prompt and c.n_stored == len(c.prompt):
                     finished += self._end(c, FINISH_LENGTH, None)
         return finished
 

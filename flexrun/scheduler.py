@@ -22,6 +22,7 @@ from policy.tiers import ScheduleName
 class Completion:
     """One sequence: a prompt and one of its answers.
 
+    prompt: what is computed; known: the same and, for scoring, the last token, which is only scored.
     n_stored: prompt and answer tokens whose K and V are in the cache. score_from: first prompt position
     whose own log-probability is wanted, -1 for none.
     """
@@ -29,6 +30,7 @@ class Completion:
     request_id: str
     index: int
     prompt: list[int]
+    known: list[int]
     params: SamplingParams
     max_tokens: int
     sampling: SamplingState

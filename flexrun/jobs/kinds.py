@@ -1,8 +1,8 @@
 """What the runner needs from the outside: an engine, and a job kind that knows its lines and results.
 
-`flexrun.jobs.generation` is the kind for completions and chats. Another kind of job (scoring, say) is another
-class with the three methods of `JobKind`; reading ahead, resuming, duplicate ids and whole output lines
-come with the runner.
+`flexrun.jobs.generation` is the kind for completions and chats, `flexrun.jobs.scoring` the one for
+log-likelihoods. Another kind of job is another class with the three methods of `JobKind`; reading ahead,
+resuming, duplicate ids and whole output lines come with the runner.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrompt:
-    """One prompt of a line, ready for the engine. ``text`` is None if the line gave token ids."""
+    """One prompt of a line, ready for the engine. ``text`` is None if the line gave token ids.
+
+    score_from: nothing is generated, the tokens from this position on are scored.
+    """
 
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None
+    score_from: int | None = None
 
 
 class JobEngine(Protocol):
@@ -40,6 +44,8 @@ class JobEngine(Protocol):
         prompt_token_ids: list[int],
         params: SamplingParams,
         prompt_text: str | None = None,
+        *,
+        score_from: int | None = None,
     ) -> None:
         """Queue a request. ValueError if it can never run (too long, unknown token ids)."""
         ...
@@ -51,6 +57,16 @@ class JobEngine(Protocol):
     def has_unfinished(self) -> bool: ...
 
     def abort(self, request_id: str) -> None: ...
+
+
+def add_prompt(engine: JobEngine, request_id: str, prompt: EnginePrompt) -> None:
+    """Queue one prompt, for generation or for scoring. Raises ValueError if it can never run."""
+    if prompt.score_from is None:
+        engine.add_request(request_id, prompt.token_ids, prompt.params, prompt.text)
+    else:
+        engine.add_request(
+            request_id, prompt.token_ids, prompt.params, prompt.text, score_from=prompt.score_from
+        )
 
 
 class JobKind(Protocol[R]):

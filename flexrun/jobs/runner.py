@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Generic
 
 from flexrun.jobs.ids import IdTable
-from flexrun.jobs.kinds import JobEngine, JobKind, R
+from flexrun.jobs.kinds import JobEngine, JobKind, R, add_prompt
 from flexrun.jobs.lines import (
     LineError,
     LineIdentity,
@@ -319,7 +319,7 @@ class JobRunner(Generic[R]):
                     raise LineError("invalid_prompt", _which(index, prompts, "the prompt has no tokens"))
                 request_id = f"{identity.number}.{index}"
                 try:
-                    self._engine.add_request(request_id, prompt.token_ids, prompt.params, prompt.text)
+                    add_prompt(self._engine, request_id, prompt)
                 except ValueError as error:
                     raise LineError("invalid_request", _which(index, prompts, str(error))) from None
                 finally:
