@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from flexrun.checkpoint.packed import PackedSource
 from flexrun.checkpoint.packing import cached_pack
 from flexrun.defaults import Wish, default_policy
 from flexrun.engine import Engine
+from flexrun.planning import plan_run
 from flexrun.request import RequestError, RequestOutput, SamplingParams
 from flexrun.runtime import DTYPE_NAMES, Runtime, layout_footprint
 from flexrun.scoring import Score, Scorer, ScoreWindow, TextOrIds, run_prompts, score_of
@@ -26,7 +28,12 @@ from offload.device import Device, make_device
 from offload.host import format_bytes, host_memory, parse_bytes
 from offload.memory import TierBudgets
 from offload.trace import Trace
-from policy.tiers import Placement, Policy, ScheduleName, Tier
+from policy.hardware import Hardware
+from policy.search import SearchResult
+from policy.tiers import Placement, Policy, ScheduleName
+from policy.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
@@ -41,7 +48,10 @@ class LLM:
         dtype: precision of the computation: "auto", "float32", "bfloat16" or "float16".
         weight_format, cache_format: as stored in the checkpoint and in the compute type by default; names
             as in quant.formats and quant.kv_formats. Nothing is quantised unless asked for.
-        policy: a Policy; or None and the single fields (weights, cache, activations, gpu_batch_size, ...).
+        policy: a Policy; "auto": the planner's choice for this machine's profile (measured first if there is
+            none); None: the same where a profile is at hand and the work is known, else a safe built-in
+            choice. The single fields (weights, cache, activations, gpu_batch_size, ...) fix parts of it.
+        workload: what there is to do, for the planner; prompt_len, gen_len and num_requests are its short form.
         gpu_mem, cpu_mem, disk_mem: budgets ("12GiB", "80%", bytes). disk_dir: folder for spill files.
         max_model_len: most tokens of a sequence, at most the model's positions.
         prompt_len, gen_len, num_requests: what is known of the work; sizes the block.
@@ -57,7 +67,8 @@ class LLM:
         tokenizer: Tokenizer | str | Path | None = None,
         weight_format: str = "auto",
         cache_format: str = "auto",
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
+        workload: Workload | None = None,
         weights: Placement | None = None,
         cache: Placement | None = None,
         activations: Placement | None = None,
@@ -80,7 +91,9 @@ class LLM:
         seed: int = 0,
         trace: Trace | None = None,
     ) -> None:
-        if policy is not None:
+        if isinstance(policy, str) and policy != "auto":
+            raise ValueError(f'policy must be a Policy, "auto" or None, got {policy!r}')
+        if isinstance(policy, Policy):
             weight_format = policy.weight_format if weight_format == "auto" else weight_format
             cache_format = policy.cache_format if cache_format == "auto" else cache_format
         folder = Path(disk_dir) if disk_dir is not None else default_disk_dir()
@@ -110,7 +123,7 @@ class LLM:
             overlap=overlap,
             schedule=schedule,
         )
-        if policy is not None:
+        if isinstance(policy, Policy):
             wish = Wish(
                 weights=policy.weights,
                 cache=policy.cache,
@@ -122,19 +135,46 @@ class LLM:
                 overlap=policy.overlap,
                 schedule=policy.schedule,
             )
-        chosen, limits = default_policy(
-            footprint,
-            wish,
-            budgets=budgets,
-            first_tier=self.device.first_tier,
-            compute_dtype=DTYPE_NAMES[compute_dtype],
-            max_model_len=limit,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
-            num_requests=num_requests,
-            page_tokens=page_tokens,
-            pass_tokens=pass_tokens,
-        )
+        compute = DTYPE_NAMES[compute_dtype]
+        if workload is None and prompt_len is not None and gen_len is not None:
+            workload = Workload(prompt_len=prompt_len, gen_len=gen_len, num_requests=num_requests)
+        self.search: SearchResult | None = None
+        hardware = None
+        placed = wish.weights or wish.cache or wish.activations or wish.cpu_attention_frac
+        if workload is not None and not isinstance(policy, Policy) and not placed and pass_tokens is None:
+            hardware = _hardware(self.device, folder, measure=policy == "auto")
+        if hardware is not None and workload is not None:
+            exact = prompt_len is not None
+            chosen, limits, self.search = plan_run(
+                footprint,
+                hardware,
+                workload,
+                budgets=budgets,
+                first_tier=self.device.first_tier,
+                compute_dtype=compute,
+                cache_format=cache_format,
+                gpu_batch_size=gpu_batch_size,
+                num_gpu_batches=num_gpu_batches,
+                overlap=overlap,
+                max_model_len=None if exact else limit,
+                page_tokens=page_tokens,
+            )
+            if limits.max_tokens < limit:
+                limit, reason = limits.max_tokens, "tokens that the plan has memory for"
+        else:
+            chosen, limits = default_policy(
+                footprint,
+                wish,
+                budgets=budgets,
+                first_tier=self.device.first_tier,
+                compute_dtype=compute,
+                max_model_len=limit,
+                prompt_len=prompt_len,
+                gen_len=gen_len,
+                num_requests=num_requests,
+                page_tokens=page_tokens,
+                pass_tokens=pass_tokens,
+            )
         self.policy = replace(chosen, weight_format=weight_format)
         source = opened.source
         if (
@@ -353,9 +393,18 @@ def _device_and_budgets(
     return device, budgets, notes
 
 
+def _hardware(device: Device, folder: Path, *, measure: bool) -> Hardware | None:
+    """This machine's profile; None if there is none yet and it is not to be measured now."""
+    from offload.measure import cache_file, cached_hardware
+
+    if not measure and not cache_file(device).is_file():
+        return None
+    return cached_hardware(device, folder=folder, say=lambda text: logger.info("measuring %s", text))
+
+
 def default_disk_dir() -> Path:
     """Where spill files go if nothing is said: the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexrun" / "spill"
 
 
-__all__ = ["LLM", "Prompt", "Score", "Tier"]
+__all__ = ["LLM", "Prompt", "Score"]
