@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexrun.detokenize import IncrementalDetokenizer
 from flexrun.logits import BatchSink, ScoreRows
@@ -54,7 +54,6 @@ class _Request:
     text: str | None
     outputs: list[CompletionOutput | None]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    prompt_greedy: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +67,17 @@ class _Scored:
 def _fed(scored: list[int]) -> list[int]:
     """The tokens to compute for scoring: nothing follows the last one, so only its own score is wanted."""
     return scored[:-1] if len(scored) > 1 else scored
+
+
+class NumericsError(RuntimeError):
+    """The model gave NaN or infinity for some requests. They are dropped; the others go on with the next step.
+
+    request_ids: the requests concerned.
+    """
+
+    def __init__(self, message: str, request_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
 
 
 class Engine:
@@ -95,6 +105,10 @@ class Engine:
         )
         self._requests: dict[str, _Request] = {}
         self._finished_early: list[RequestOutput] = []
+        self._failure: BaseException | None = None
+        # Keys of a longer sequence turn by other frequencies (longrope); 0 for most models.
+        config = getattr(runtime.model, "config", None)
+        self._rope_switch_len: int = getattr(config, "rope_switch_len", 0)
         self.stats = EngineStats()
 
     # -- requests ----------------------------------------------------------------------------------------
@@ -127,8 +141,9 @@ class Engine:
             position on; the result's prompt_logprobs has them, None before. The last token is only scored,
             never fed, so a prompt may be one token longer than max_model_len.
         Raises RequestError if the request can never run: empty or unknown tokens, too long, stop strings
-        without a tokenizer, a request_id in use.
+        without a tokenizer, a request_id in use. RuntimeError after a failed step.
         """
+        self._refuse_after_failure()
         prompt = list(prompt_token_ids)
         max_tokens = self._check(request_id, prompt, params, score_from)
         first_scored = -1
@@ -141,7 +156,7 @@ class Engine:
         fed = prompt if score_from is None else _fed(prompt)
         if first_scored >= 0:
             request.prompt_logprobs = []
-        self._requests[request_id] = request
+        completions = []
         for index in range(n):
             detokenizer = None
             if self._tokenizer is not None and score_from is None:
@@ -153,7 +168,17 @@ class Engine:
                     min_tokens=params.min_tokens,
                     skip_special_tokens=params.skip_special_tokens,
                 )
-            self._scheduler.add(
+            try:
+                sampling = SamplingState(
+                    params,
+                    vocab_size=self.vocab_size,
+                    prompt_token_ids=prompt,
+                    eos_token_ids=self._eos,
+                    index=index,
+                )
+            except ValueError as error:
+                raise RequestError(str(error)) from None
+            completions.append(
                 Completion(
                     request_id=request_id,
                     index=index,
@@ -161,17 +186,14 @@ class Engine:
                     known=prompt,
                     params=params,
                     max_tokens=max_tokens,
-                    sampling=SamplingState(
-                        params,
-                        vocab_size=self.vocab_size,
-                        prompt_token_ids=prompt,
-                        eos_token_ids=self._eos,
-                        index=index,
-                    ),
+                    sampling=sampling,
                     detokenizer=detokenizer,
                     score_from=first_scored if index == 0 else -1,
                 )
             )
+        self._requests[request_id] = request
+        for completion in completions:
+            self._scheduler.add(completion)
 
     def _check(
         self, request_id: str, prompt: list[int], params: SamplingParams, score_from: int | None
@@ -199,6 +221,14 @@ class Engine:
                 f"the prompt's {len(prompt)} tokens and max_tokens {max_tokens} make {len(prompt) + max_tokens}; "
                 f"the limit is {limit} {self._runtime.len_limit_reason}. Shorten the prompt or lower max_tokens"
             )
+        longest = self._scheduler.longest_prompt
+        # A sequence that outgrows the short frequencies is computed anew, as a prompt, with its answer so far.
+        grown = len(fed) + (max_tokens if self._rope_switch_len else 0)
+        if longest is not None and grown > longest:
+            raise RequestError(
+                f"the prompt's {len(fed)} tokens do not fit into a pass, which takes {longest} per gpu batch here "
+                "(pass_tokens); plan for longer prompts or shorten this one"
+            )
         total = len(fed) + max(max_tokens - 1, 0)
         if not self._executor.allocator.fits(total):
             raise RequestError(
@@ -208,43 +238,84 @@ class Engine:
         return max_tokens
 
     def abort(self, request_id: str) -> None:
-        """Drop a request, whatever its state; unknown ids are ignored."""
+        """Drop a request, whatever its state; unknown ids are ignored. Not while a step runs."""
         if self._requests.pop(request_id, None) is not None:
             self._scheduler.remove(request_id)
 
     # -- a pass ------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one pass and return the requests that finished with it."""
+        """Run one pass and return the requests that finished with it.
+
+        Raises NumericsError for requests without usable logits, which are dropped while the others go on.
+        Any other error, of a disk for example, leaves the block in an unknown state: the engine then only
+        closes, and what earlier steps returned is all there is.
+        """
+        self._refuse_after_failure()
+        if self._finished_early:
+            finished, self._finished_early = self._finished_early, []
+            return finished
+        try:
+            return self._step()
+        except NumericsError:
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"this engine failed in an earlier step ({self._failure}) and cannot go on; make a new one"
+            ) from self._failure
+
+    def _step(self) -> list[RequestOutput]:
         plan = self._scheduler.next_pass()
         n_tokens = sum(step.n_tokens for steps in plan for step in steps)
         if n_tokens == 0:
+            assert not self._requests, "requests are left, but none can go on"
             return []
         began = time.perf_counter()
         inputs, sampled_steps, scored, scores = self._inputs(plan)
         self._executor.run_pass(inputs, last=self._scheduler.is_last(plan))
         self._runtime.device.synchronize_compute()
         sampling_began = time.perf_counter()
+        scored_up = [
+            step.completion
+            for steps in plan
+            for step in steps
+            if step.ends_prompt and step.completion.max_tokens == 0
+        ]
         for steps in plan:
             for step in steps:
                 step.completion.n_stored += step.n_tokens
         self._note_scores(scored, scores)
-        finished = self._sample(sampled_steps)
-        finished += self._end_scoring(plan)
+        finished: list[RequestOutput] = []
+        for completion in scored_up:
+            finished += self._end(completion, FINISH_LENGTH, None)
+        try:
+            finished += self._sample(sampled_steps)
+        except NumericsError:
+            self._finished_early += finished
+            raise
         ended = time.perf_counter()
-        self._count(plan, n_tokens, ended - began, ended - sampling_began, len(sampled_steps))
+        self._count(plan, ended - began, ended - sampling_began, len(sampled_steps))
         return finished
 
-    def _count(
-        self, plan: list[list[Step]], n_tokens: int, seconds: float, sampling_seconds: float, sampled: int
-    ) -> None:
-        prompt_tokens = sum(step.n_tokens for steps in plan for step in steps if step.in_prompt)
+    def _count(self, plan: list[list[Step]], seconds: float, sampling_seconds: float, n_sampled: int) -> None:
+        tokens = {True: 0, False: 0}  # by whether they belong to a prompt
+        again = 0  # of the former, those of sequences that are computed anew
+        for steps in plan:
+            for step in steps:
+                tokens[step.in_prompt] += step.n_tokens
+                again += step.n_tokens if step.in_prompt and step.completion.n_restarted else 0
+        prompt_frac = tokens[True] / (tokens[True] + tokens[False])
         stats = self.stats
         stats.passes += 1
-        stats.prompt_tokens += prompt_tokens
-        stats.generated_tokens += sampled
-        stats.prefill_seconds += seconds * prompt_tokens / n_tokens
-        stats.decode_seconds += seconds * (n_tokens - prompt_tokens) / n_tokens
+        stats.prompt_tokens += tokens[True] - again
+        stats.generated_tokens += n_sampled
+        stats.prefill_seconds += seconds * prompt_frac
+        stats.decode_seconds += seconds * (1 - prompt_frac)
         stats.sampling_seconds += sampling_seconds
 
     def _inputs(
@@ -262,10 +333,9 @@ class Engine:
             first_sampled = len(sampled_steps)
             for step in steps:
                 c = step.completion
-                known = c.prompt if step.in_prompt else c.tokens[-1:]
-                ids = known[c.n_stored : c.n_stored + step.n_tokens] if step.in_prompt else known
+                ids = c.token_ids(c.n_stored, c.n_stored + step.n_tokens)
                 rows: list[int] = []
-                if step.in_prompt and c.score_from >= 0:
+                if step.in_prompt and c.score_from >= 0 and not c.n_restarted:
                     # The row at position p tells of the token at p + 1.
                     low = max(c.score_from - 1, c.n_stored)
                     high = min(len(c.known) - 1, c.n_stored + step.n_tokens)
@@ -279,7 +349,7 @@ class Engine:
                     is_score.append(False)
                     sampled_steps.append(step)
                 assert c.place is not None
-                total = len(c.prompt) if step.in_prompt else len(c.prompt) + len(c.tokens)
+                total = c.prefill_len if step.in_prompt else c.n_stored + 1
                 sequences.append(
                     SequenceInput(
                         sequence=c.place,
@@ -316,7 +386,6 @@ class Engine:
                     request.prompt_logprobs.append(
                         self._prompt_entry(c, position, values[row], greedy[row], top[row])
                     )
-                    request.prompt_greedy.append(greedy[row])
                     row += 1
 
     def _prompt_entry(
@@ -344,20 +413,34 @@ class Engine:
         states = [step.completion.sampling for step in steps]
         result = sample(logits, states, vocab_size=self.vocab_size)
         finished: list[RequestOutput] = []
+        unusable: dict[str, int] = {}  # request -> position of the token that could not be chosen
         for step, token, logprobs, valid in zip(
             steps, result.token_ids, result.logprobs, result.valid, strict=True
         ):
             c = step.completion
             if not valid:
-                raise RuntimeError(
-                    f"request {c.request_id}: the model gave no usable logits (NaN or infinity) at token "
-                    f"{len(c.prompt) + len(c.tokens)}; the checkpoint may be damaged, or its values overflow "
-                    f"in {self._runtime.executor.compute_dtype}; try --dtype float32"
-                )
+                unusable.setdefault(c.request_id, len(c.prompt) + len(c.tokens))
+                continue
             done = self._take(c, token, logprobs)
             if done is not None:
                 finished += self._end(c, *done)
+            elif c.prefill_len <= self._rope_switch_len < len(c.prompt) + len(c.tokens):
+                self._scheduler.restart(c)
+        if unusable:
+            self._drop_unusable(unusable, finished)
         return finished
+
+    def _drop_unusable(self, unusable: dict[str, int], finished: list[RequestOutput]) -> None:
+        for request_id in unusable:
+            self.abort(request_id)
+        self._finished_early += finished
+        places = ", ".join(f"{name} at token {position}" for name, position in unusable.items())
+        raise NumericsError(
+            f"the model gave no usable logits (NaN, infinity, or no token possible) for request {places}; the "
+            "checkpoint may be damaged, its values may overflow in "
+            f"{self._executor.compute_dtype} (try --dtype float32), or logit_bias forbids every token",
+            list(unusable),
+        )
 
     def _take(
         self, c: Completion, token: int, logprobs: TokenLogprobs | None
@@ -402,15 +485,6 @@ class Engine:
         )
         return self._collect(c.request_id)
 
-    def _end_scoring(self, plan: list[list[Step]]) -> list[RequestOutput]:
-        finished: list[RequestOutput] = []
-        for steps in plan:
-            for step in steps:
-                c = step.completion
-                if c.max_tokens == 0 and step.in_prompt and c.n_stored == len(c.prompt):
-                    finished += self._end(c, FINISH_LENGTH, None)
-        return finished
-
     def _collect(self, request_id: str) -> list[RequestOutput]:
         """The request's output if all its completions have ended."""
         request = self._requests[request_id]
@@ -420,7 +494,7 @@ class Engine:
         prompt_logprobs = request.prompt_logprobs
         if prompt_logprobs is not None:
             missing = len(request.prompt) - len(prompt_logprobs)
-            prompt_logprobs = [None] * missing + prompt_logprobs
+            prompt_logprobs = [*([None] * missing), *prompt_logprobs]
         return [
             RequestOutput(
                 request_id=request_id,

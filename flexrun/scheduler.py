@@ -2,8 +2,13 @@
 
 A block has num_gpu_batches x gpu_batch_size slots. `refill`: a finished sequence's slot is taken by a waiting
 one in the next pass, so a pass mixes prompts with running sequences. `static`: a new block begins when the
-last one has ended (FlexGen's schedule: prefill all, decode all). A sequence is admitted when a slot is free
-and all the KV pages it can ever need are; it then never has to be thrown out again.
+last one has ended, and all its prompts are computed before any second token (FlexGen's schedule: prefill all,
+then decode all). A sequence is admitted when a slot is free and all the KV pages it can ever need are; it then
+never has to be thrown out again. Sequences are admitted in the order in which they came.
+
+Every pass makes progress: where a prompt's next piece does not fit beside the running sequences, the last of
+these sit the pass out, so that long prompts never starve and running sequences wait only for prompts that hold a
+slot already.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from dataclasses import dataclass, field
 from flexrun.detokenize import IncrementalDetokenizer
 from flexrun.request import Logprob, SamplingParams
 from flexrun.sampling import SamplingState
-from offload.kv import SEGMENT_TOKENS, CacheSequence, PageAllocator
+from offload.pages import SEGMENT_TOKENS, CacheSequence, PageAllocator
 from policy.tiers import ScheduleName
 
 
@@ -24,7 +29,8 @@ class Completion:
 
     prompt: what is computed; known: the same and, for scoring, the last token, which is only scored.
     n_stored: prompt and answer tokens whose K and V are in the cache. score_from: first prompt position
-    whose own log-probability is wanted, -1 for none.
+    whose own log-probability is wanted, -1 for none. n_restarted: answer tokens that were computed anew with the
+    prompt, as one prompt, when last the KV cache had to be remade.
     """
 
     request_id: str
@@ -39,10 +45,9 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
-    prompt_greedy: list[bool] = field(default_factory=list)
     place: CacheSequence | None = None
     n_stored: int = 0
+    n_restarted: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -50,8 +55,20 @@ class Completion:
         return len(self.prompt) + max(self.max_tokens - 1, 0)
 
     @property
+    def prefill_len(self) -> int:
+        """Tokens that are computed as a prompt: the prompt, and the answer so far at the last restart."""
+        return len(self.prompt) + self.n_restarted
+
+    @property
     def in_prompt(self) -> bool:
-        return self.n_stored < len(self.prompt)
+        return self.n_stored < self.prefill_len
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens start .. stop of prompt and answer."""
+        n = len(self.prompt)
+        if stop <= n:
+            return self.prompt[start:stop]
+        return self.prompt[start:n] + self.tokens[max(start - n, 0) : stop - n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +82,7 @@ class Step:
     @property
     def ends_prompt(self) -> bool:
         c = self.completion
-        return self.in_prompt and c.n_stored + self.n_tokens == len(c.prompt)
+        return self.in_prompt and c.n_stored + self.n_tokens == c.prefill_len
 
     @property
     def samples(self) -> bool:
@@ -76,7 +93,8 @@ class Step:
 class Scheduler:
     """Waiting and running sequences of one engine.
 
-    pass_tokens: most tokens one gpu batch brings to a pass (at least gpu_batch_size and SEGMENT_TOKENS).
+    pass_tokens: most tokens one gpu batch brings to a pass, at least gpu_batch_size. Prompts of more tokens are
+    computed over several passes, in pieces that end at multiples of SEGMENT_TOKENS.
     """
 
     def __init__(self, allocator: PageAllocator, *, schedule: ScheduleName, pass_tokens: int) -> None:
@@ -116,46 +134,81 @@ class Scheduler:
         self._allocator.release(completion.place)
         completion.place = None
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """Longest prompt that ever gets its turn, None for any: a piece must fit into a pass."""
+        return None if self._pass_tokens >= SEGMENT_TOKENS else self._pass_tokens
+
+    def restart(self, completion: Completion) -> None:
+        """Compute a running sequence's tokens so far anew, as one prompt. It keeps its slot and its promise
+        of pages."""
+        assert completion.place is not None
+        self._allocator.rewind(completion.place)
+        completion.n_stored = 0
+        completion.n_restarted = len(completion.tokens)
+
     def next_pass(self) -> list[list[Step]]:
-        """Steps of each gpu batch (some may be empty); running sequences first, then admitted ones."""
-        admitting = self._schedule == "refill" or self.num_running == 0
+        """Steps of each gpu batch (some may be empty); running sequences first, then prompts."""
+        if self._schedule == "static":
+            return self._next_static_pass()
+        return [self._refilled(j) for j in range(len(self._running))]
+
+    def _next_static_pass(self) -> list[list[Step]]:
+        if self.num_running == 0:
+            for j in range(len(self._running)):
+                while self._admit(j):
+                    pass
+        if not any(c.in_prompt for running in self._running for c in running):
+            return [[Step(c, 1, False) for c in running] for running in self._running]
         plan: list[list[Step]] = []
-        for j, running in enumerate(self._running):
+        for running in self._running:
             room = self._pass_tokens
             steps: list[Step] = []
             for completion in running:
-                if not completion.in_prompt:
-                    steps.append(Step(completion, 1, False))
-                    room -= 1
-            for completion in running:
                 if completion.in_prompt:
                     room -= self._prompt_step(completion, room, steps)
-            while admitting and self._waiting and room > 0:
-                completion = self._waiting[0]
-                if self._next_piece(completion, room) == 0:
-                    break
-                place = self._allocator.admit(j, completion.total_tokens)
-                if place is None:
-                    break
-                self._waiting.popleft()
-                completion.place = place
-                running.append(completion)
-                room -= self._prompt_step(completion, room, steps)
             plan.append(steps)
         return plan
 
+    def _refilled(self, j: int) -> list[Step]:
+        """The steps of gpu batch j, waiting sequences admitted while there are slots, pages and room."""
+        running = self._running[j]
+        decoding = [c for c in running if not c.in_prompt]
+        room = self._pass_tokens - len(decoding)
+        prompts: list[Step] = []
+        for completion in [c for c in running if c.in_prompt]:
+            if not prompts:
+                room += _make_room(decoding, _least_piece(completion) - room)
+            room -= self._prompt_step(completion, room, prompts)
+        while self._waiting:
+            completion = self._waiting[0]
+            short = _least_piece(completion) - room
+            # A first prompt may push running sequences out of this pass, further ones may not.
+            if (short > 0 and prompts) or not self._admit(j):
+                break
+            room += _make_room(decoding, short)
+            room -= self._prompt_step(completion, room, prompts)
+        return [Step(c, 1, False) for c in decoding] + prompts
+
+    def _admit(self, j: int) -> bool:
+        """Give the first waiting sequence a place in gpu batch j, if there is one."""
+        if not self._waiting:
+            return False
+        completion = self._waiting[0]
+        place = self._allocator.admit(j, completion.total_tokens)
+        if place is None:
+            return False
+        self._waiting.popleft()
+        completion.place = place
+        self._running[j].append(completion)
+        return True
+
     def _prompt_step(self, completion: Completion, room: int, steps: list[Step]) -> int:
-        n = self._next_piece(completion, room)
+        """Add as much of a prompt as fits into `room` tokens; returns how much."""
+        n = _next_piece(completion, room)
         if n:
             steps.append(Step(completion, n, True))
         return n
-
-    def _next_piece(self, completion: Completion, room: int) -> int:
-        """How much of its prompt a sequence computes within `room` tokens: all, or up to a segment's end."""
-        left = len(completion.prompt) - completion.n_stored
-        if left <= room:
-            return left
-        return (completion.n_stored + room) // SEGMENT_TOKENS * SEGMENT_TOKENS - completion.n_stored
 
     def is_last(self, plan: list[list[Step]]) -> bool:
         """Whether nothing can be left to do after this pass: every sequence in it reaches its length."""
@@ -168,3 +221,23 @@ class Scheduler:
                 if not done or len(c.tokens) + 1 < c.max_tokens:
                     return False
         return sum(len(steps) for steps in plan) == self.num_running
+
+
+def _next_piece(completion: Completion, room: int) -> int:
+    """How much of its prompt a sequence computes within `room` tokens: all, or up to a segment's end."""
+    left = completion.prefill_len - completion.n_stored
+    if left <= room:
+        return left
+    return max(0, (completion.n_stored + room) // SEGMENT_TOKENS * SEGMENT_TOKENS - completion.n_stored)
+
+
+def _least_piece(completion: Completion) -> int:
+    """The smallest number of tokens by which a prompt can go on."""
+    return min(completion.prefill_len - completion.n_stored, SEGMENT_TOKENS)
+
+
+def _make_room(decoding: list[Completion], n_short: int) -> int:
+    """Take running sequences out of the pass, the last ones first; returns the tokens gained."""
+    n = max(0, min(n_short, len(decoding)))
+    del decoding[len(decoding) - n :]
+    return n

@@ -131,8 +131,13 @@ class PageAllocator:
         heapq.heappush(self._free_rows[sequence.batch], sequence.row)
         sequence.pages, sequence.reserved_pages = [], 0
 
-    def free_rows(self, batch: int) -> int:
-        return len(self._free_rows[batch])
+    def rewind(self, sequence: CacheSequence) -> None:
+        """Forget what a sequence has stored; it keeps its row and the promise of all its pages."""
+        for slot in sequence.pages:
+            heapq.heappush(self._free_slots[sequence.batch], slot)
+        self._promised[sequence.batch] += len(sequence.pages)
+        sequence.reserved_pages += len(sequence.pages)
+        sequence.pages, sequence.length = [], 0
 
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
