@@ -15,11 +15,20 @@ from torch import Tensor
 
 from quant.kv import MIN_VECTOR_DIM, gather_pages
 from quant.kv_batch import PagedBatch, page_addresses, part_offsets, plain_format, tail_addresses
+from quant.kv_formats import CacheFormat
 
 # A head is cut into segments no smaller than this, whatever the number of threads.
 MIN_SEGMENT_TOKENS = 256
 # Shares of whole segments are even enough when each holds several.
 SEGMENTS_PER_THREAD = 8
+
+# Largest number of query heads per KV head at which reading pages in place beats unpacking them into a reused
+# buffer and torch's grouped attention. Measured by experiments/attention_speed.py, head_dim 64, 2,000 tokens,
+# AVX2 and fp32 products: in place won at every number tried, by 1.6 to 5 times; 64 is the largest tried.
+IN_PLACE_MAX_HEADS = {"f32": 64, "bf16": 64, "f16": 64, "int8": 64, "int4": 64, "int2": 64}
+# The same where the processor multiplies bf16 matrices itself, which favours torch for large groups. Not measured
+# with these kernels: a cautious figure from the higher rate of such products.
+IN_PLACE_MAX_HEADS_NATIVE_BF16 = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +226,14 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, params: A
         hidden = hidden | (distance <= -params.window)
     weights = scores.masked_fill_(hidden, -1e30).softmax(dim=-1)
     return torch.matmul(weights.to(k.dtype), v).float().reshape(n_sequences, n_heads, head_dim)
+
+
+def packed_is_faster(fmt: CacheFormat, heads_per_kv: int) -> bool:
+    """Whether decode_attention on pages of this format beats gather_pages followed by attend_gathered here."""
+    limit = IN_PLACE_MAX_HEADS[fmt.name]
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        limit = min(limit, IN_PLACE_MAX_HEADS_NATIVE_BF16)
+    return heads_per_kv <= limit
 
 
 def _check_query(q: Tensor, batch: PagedBatch, params: AttentionParams) -> int:
