@@ -105,12 +105,11 @@ def _split_pairs(codes: Any, n: int) -> None:
 
 
 @njit
-def _affine_codes(layout: Any, buf8: Any, row: int, codes: Any) -> None:
+def _affine_codes(layout: Any, buf8: Any, row: int, codes: Any) -> Any:
     n = layout[N_CODES]
     if layout[CODES8] >= 0:
         start = layout[CODES8] + row * n
-        merge_bits(codes[:n], buf8[start : start + n], 0, 255, 0, 0)  # a copy
-        return
+        return buf8[start : start + n]
     shift = 0
     if layout[CODES4] >= 0:
         start = layout[CODES4] + row * (n // 2)
@@ -125,6 +124,7 @@ def _affine_codes(layout: Any, buf8: Any, row: int, codes: Any) -> None:
         _take_plane(buf8[start : start + n // 8], codes, 1, shift)
     if layout[PAIRED]:
         _split_pairs(codes, n)
+    return codes
 
 
 @njit
@@ -238,14 +238,14 @@ def _block_row(layout: Any, buf8: Any, row: int, codes: Any, s: Any, z: Any, m: 
 @njit
 def decode_row(
     layout: Any, buf8: Any, buf16: Any, buf32: Any, row: int, codes: Any, s: Any, z: Any, m: Any
-) -> None:
-    """Decode one row: codes (N_CODES, doubled if paired), s, z, m (N_GROUPS).
+) -> Any:
+    """Decode one row: s, z, m (N_GROUPS) are written, its codes returned: codes, or a view of the buffer.
 
-    buf8, buf16 and buf32 view the same buffer as uint8, uint16 and float32; buf32 may be empty if no part is
-    fp32.
+    codes has room for N_CODES, doubled if paired. buf8, buf16 and buf32 view the same buffer as uint8, uint16
+    and float32; buf32 may be empty if no part is fp32.
     """
     if layout[KIND] == AFFINE:
-        _affine_codes(layout, buf8, row, codes)
         _affine_params(layout, buf8, buf16, buf32, row, s, z, m)
-    else:
-        _block_row(layout, buf8, row, codes, s, z, m)
+        return _affine_codes(layout, buf8, row, codes)
+    _block_row(layout, buf8, row, codes, s, z, m)
+    return codes

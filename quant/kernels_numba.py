@@ -7,11 +7,10 @@ code is cached on disk. bf16 is written as uint16, rounded to the nearest, ties 
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import overload
+from numba import njit, prange
 
 from quant.kernels_decode import COLS, GROUP, N_CODES, N_GROUPS, ROWS, decode_row
-from quant.kernels_simd import expand16_bf16, expand16_f32
+from quant.kernels_simd import expand16
 from quant.threads import use_torch_threads
 
 # Sums of products may be reordered, so that they run in vectors; values of weights are never touched by this.
@@ -22,45 +21,29 @@ _CHUNKS_PER_THREAD = 8
 _STRETCH = 1024
 
 
-def _expand_16(codes: Any, start: int, s: Any, z: Any, m: Any, out: Any) -> None:
-    """16 values from column `start` on, in out's type: fp32, or bf16 in uint16."""
-
-
-@overload(_expand_16)
-def _expand_16_overload(codes: Any, start: Any, s: Any, z: Any, m: Any, out: Any) -> Any:
-    # Arguments of an overload's implementations must be spelled as in its own signature, annotations too.
-    if out.dtype == types.uint16:
-
-        def to_bf16(codes: Any, start: Any, s: Any, z: Any, m: Any, out: Any) -> Any:
-            expand16_bf16(out.ctypes.data + 2 * start, codes.ctypes.data + start, s, z, m)
-
-        return to_bf16
-
-    def to_f32(codes: Any, start: Any, s: Any, z: Any, m: Any, out: Any) -> Any:
-        expand16_f32(out.ctypes.data + 4 * start, codes.ctypes.data + start, s, z, m)
-
-    return to_f32
-
-
 @njit
 def expand_row(group: int, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None:
     """out (cols,) = scale * (code - zero) + min, each operation rounded to fp32, then to out's type.
 
     codes may be read up to the end of the last 16 columns begun.
     """
-    for g in range(out.size // group):
-        for start in range(g * group, (g + 1) * group, 16):
-            _expand_16(codes, start, s[g], z[g], m[g], out)
-    done = out.size // group * group
-    if done < out.size:
-        g = out.size // group
-        end = done + (out.size - done) // 16 * 16
-        for start in range(done, end, 16):
-            _expand_16(codes, start, s[g], z[g], m[g], out)
-        if end < out.size:
-            last = np.empty(16, out.dtype)
-            _expand_16(codes[end:], 0, s[g], z[g], m[g], last)
-            out[end:] = last[: out.size - end]
+    tag = out.dtype.type(0)
+    source = codes.ctypes.data
+    target = out.ctypes.data
+    step = 16 * out.itemsize
+    left = out.size
+    for g in range(s.size):
+        scale, zero, least = s[g], z[g], m[g]
+        for _ in range(min(group, left) // 16):
+            expand16(target, source, scale, zero, least, tag)
+            source += 16
+            target += step
+        left -= group
+    rest = out.size % 16
+    if rest:
+        last = np.empty(16, out.dtype)
+        expand16(last.ctypes.data, source, s[s.size - 1], z[s.size - 1], m[s.size - 1], tag)
+        out[out.size - rest :] = last[:rest]
 
 
 @njit(cache=True, parallel=True)
@@ -85,14 +68,14 @@ def _dequantize(
         shuffled = np.empty(permutation.size, out.dtype)
         for i in range(chunk * n_rows // n_chunks, (chunk + 1) * n_rows // n_chunks):
             row = row_ids[i] if row_ids.size else row_start + i
-            decode_row(layout, buf8, buf16, buf32, row, codes, s, z, m)
+            row_codes = decode_row(layout, buf8, buf16, buf32, row, codes, s, z, m)
             if permutation.size:
-                expand_row(layout[GROUP], codes, s, z, m, shuffled)
+                expand_row(layout[GROUP], row_codes, s, z, m, shuffled)
                 target = out[i]
                 for j in range(cols):
                     target[permutation[j]] = shuffled[j]
             else:
-                expand_row(layout[GROUP], codes, s, z, m, out[i])
+                expand_row(layout[GROUP], row_codes, s, z, m, out[i])
 
 
 @njit(fastmath=_SUM_ANY_ORDER)
@@ -138,8 +121,8 @@ def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks
             row = 2 * pair
             n_here = min(2, rows - row)
             for i in range(n_here):
-                decode_row(layout, buf8, buf16, buf32, row + i, codes, s, z, m)
-                expand_row(layout[GROUP], codes, s, z, m, w[i])
+                row_codes = decode_row(layout, buf8, buf16, buf32, row + i, codes, s, z, m)
+                expand_row(layout[GROUP], row_codes, s, z, m, w[i])
             if n_here == 1:
                 w[1, :] = np.float32(0)
             sums[:] = np.float32(0)

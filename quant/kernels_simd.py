@@ -78,35 +78,29 @@ def split_pairs16(typingctx: Any, first: Any, second: Any) -> Any:
 
 def _values(builder: Any, args: Any) -> Any:
     """scale * (code - zero) + min of 16 codes, each operation rounded."""
-    _, codes, s, z, m = args
+    _, codes, s, z, m, _ = args
     value = builder.sitofp(builder.zext(_load(builder, codes, _codes), _ints), _floats)
     value = builder.fmul(_splat(builder, s, _floats), builder.fsub(value, _splat(builder, z, _floats)))
     return builder.fadd(value, _splat(builder, m, _floats))
 
 
-_EXPAND = types.void(types.int64, types.int64, types.float32, types.float32, types.float32)
-
-
 @intrinsic
-def expand16_f32(typingctx: Any, out: Any, codes: Any, s: Any, z: Any, m: Any) -> Any:
-    """16 codes at address codes -> s * (code - z) + m, as fp32 at address out."""
+def expand16(typingctx: Any, out: Any, codes: Any, s: Any, z: Any, m: Any, tag: Any) -> Any:
+    """16 codes at address codes -> s * (code - z) + m at address out.
+
+    tag, by its type: float32 writes fp32, uint16 writes bf16 with ties rounded to even; its value is unused.
+    """
+    if tag not in (types.float32, types.uint16):
+        return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, _values(builder, args), args[0])
+        values = _values(builder, args)
+        if tag == types.uint16:
+            bits = builder.bitcast(values, _ints)
+            odd = builder.and_(builder.lshr(bits, _constant(_ints, 16)), _constant(_ints, 1))
+            rounded = builder.add(bits, builder.add(odd, _constant(_ints, 0x7FFF)))
+            values = builder.trunc(builder.lshr(rounded, _constant(_ints, 16)), _shorts)
+        _store(builder, values, args[0])
         return context.get_dummy_value()
 
-    return _EXPAND, codegen
-
-
-@intrinsic
-def expand16_bf16(typingctx: Any, out: Any, codes: Any, s: Any, z: Any, m: Any) -> Any:
-    """16 codes at address codes -> s * (code - z) + m, as bf16 at address out, ties rounded to even."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(_values(builder, args), _ints)
-        odd = builder.and_(builder.lshr(bits, _constant(_ints, 16)), _constant(_ints, 1))
-        rounded = builder.add(bits, builder.add(odd, _constant(_ints, 0x7FFF)))
-        _store(builder, builder.trunc(builder.lshr(rounded, _constant(_ints, 16)), _shorts), args[0])
-        return context.get_dummy_value()
-
-    return _EXPAND, codegen
+    return types.void(types.int64, types.int64, types.float32, types.float32, types.float32, tag), codegen
