@@ -70,12 +70,17 @@ class ProgressDisplay:
     """Progress of a job: a live line on a terminal, else a plain line every few seconds.
 
     Use as a context manager and call `update` after every pass; its `generated_tokens` counts those of
-    unfinished requests too, so that the rate moves with every pass.
+    unfinished requests too, so that the rate moves with every pass. `rate_name` says what is counted.
     """
 
     def __init__(
-        self, *, stream: TextIO | None = None, interval_seconds: float = PLAIN_INTERVAL_SECONDS
+        self,
+        *,
+        stream: TextIO | None = None,
+        interval_seconds: float = PLAIN_INTERVAL_SECONDS,
+        rate_name: str = "generated tokens/s",
     ) -> None:
+        self._rate_name = rate_name
         self._stream = sys.stderr if stream is None else stream
         self._interval_seconds = interval_seconds
         self._live: Any = None
@@ -144,7 +149,7 @@ class ProgressDisplay:
         if progress.n_resumed:
             parts.append(f"{progress.n_resumed:,} from before")
         parts.append(f"{progress.n_open:,} in flight")
-        parts.append(f"{self.tokens_per_s:,.1f} generated tokens/s")
+        parts.append(f"{self.tokens_per_s:,.1f} {self._rate_name}")
         left = seconds_left(progress)
         if left is not None:
             parts.append(f"{format_seconds(left)} left")

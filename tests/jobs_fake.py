@@ -41,7 +41,7 @@ class FakeEngine:
         self.step_seconds, self.fail_at_step = step_seconds, fail_at_step
         self.waiting, self.running = {}, {}
         self.n_steps = self.n_added = self.most_waiting = 0
-        self.stats = SimpleNamespace(generated_tokens=0)
+        self.stats = SimpleNamespace(generated_tokens=0, prompt_tokens=0)
 
     @property
     def num_waiting(self):
@@ -50,15 +50,17 @@ class FakeEngine:
     def has_unfinished(self):
         return bool(self.waiting or self.running)
 
-    def add_request(self, request_id, prompt_token_ids, params, prompt_text=None):
+    def add_request(self, request_id, prompt_token_ids, params, prompt_text=None, *, score_from=None):
         assert request_id not in self.waiting and request_id not in self.running
         length = len(prompt_token_ids) + (params.max_tokens or 1)
+        if score_from is not None:
+            length -= (params.max_tokens or 1) + 1
         if length > self.max_model_len:
             raise ValueError(
                 f"the prompt has {len(prompt_token_ids)} tokens; with max_tokens {params.max_tokens} that is"
                 f" {length}, the model's limit is {self.max_model_len}"
             )
-        self.waiting[request_id] = (prompt_token_ids, params, prompt_text)
+        self.waiting[request_id] = (prompt_token_ids, params, prompt_text, score_from)
         self.n_added += 1
         self.most_waiting = max(self.most_waiting, len(self.waiting))
 
@@ -77,7 +79,12 @@ class FakeEngine:
             self.running[request_id] = [self.waiting.pop(request_id), 0]
         finished = []
         for request_id, state in list(self.running.items()):
-            (prompt, params, text), n_done = state
+            (prompt, params, text, score_from), n_done = state
+            if score_from is not None:
+                del self.running[request_id]
+                self.stats.prompt_tokens += len(prompt)
+                finished.append(self._scored(request_id, prompt, params, text, score_from))
+                continue
             state[1] = n_done + 1
             self.stats.generated_tokens += params.n
             if state[1] >= (params.max_tokens or 4):
@@ -88,7 +95,7 @@ class FakeEngine:
     def partial_text(self, request_id):
         if request_id not in self.running:
             return ""
-        (prompt, params, text), n_done = self.running[request_id]
+        (prompt, params, text, _), n_done = self.running[request_id]
         return self._output(request_id, prompt, params, text).outputs[0].text[:n_done]
 
     def _output(self, request_id, prompt, params, text):
@@ -120,6 +127,25 @@ class FakeEngine:
             prompt_token_ids=prompt,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
+        )
+
+    def _scored(self, request_id, prompt, params, text, score_from):
+        first = max(1, score_from)
+        positions = [self._position(token, params.prompt_logprobs or 0) for token in prompt[first:]]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=prompt,
+            prompt_logprobs=[None] * min(first, len(prompt)) + positions,
+            outputs=[
+                CompletionOutput(
+                    index=0,
+                    text="",
+                    token_ids=[],
+                    logprobs=None if params.logprobs is None else [],
+                    finish_reason="length",
+                )
+            ],
         )
 
     def _position(self, token, alternatives):

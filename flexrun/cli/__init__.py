@@ -28,6 +28,7 @@ from flexrun.cli.exits import (
 
 COMMANDS = {
     "batch": "run a file of requests",
+    "score": "log-likelihoods of a file of texts",
     "generate": "answer one prompt",
     "info": "describe a model",
     "pack": "convert a model's weights once",

@@ -130,7 +130,7 @@ class GenerationJob:
         echo = boolean(body, "echo")
         score_only = echo and endpoint == "completion" and options.get("max_tokens") == 0
         if score_only:
-            options["max_tokens"] = 1  # the engine always samples once; the result leaves that token out
+            options["max_tokens"] = 1  # unused: nothing is sampled
         if echo:
             if endpoint == "chat":
                 raise LineError("invalid_option", "echo is for prompts, not for messages")
@@ -200,11 +200,17 @@ class GenerationJob:
         if index > 0 and not request.own_seed and params.seed is not None:
             # Neighbours of one line draw differently, as separate lines would.
             params = replace(params, seed=derived_seed(self._seed, request.identity.custom_id, index))
-        if not isinstance(prompt, str):
-            return EnginePrompt(token_ids=prompt, params=params)
-        if self._tokenizer is None:
+        text = prompt if isinstance(prompt, str) else None
+        if text is None:
+            ids = list(prompt)
+        elif self._tokenizer is None:
             raise LineError("no_tokenizer", "this model has no tokenizer: give the prompt as token ids")
-        return EnginePrompt(token_ids=self._tokenizer.encode(prompt), params=params, text=prompt)
+        else:
+            ids = self._tokenizer.encode(text)
+        score_from = None
+        if request.score_only:
+            score_from = 1 if params.prompt_logprobs is not None else len(ids)
+        return EnginePrompt(token_ids=ids, params=params, text=text, score_from=score_from)
 
     def body(self, request: JobRequest, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """See `JobKind`."""

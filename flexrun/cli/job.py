@@ -1,0 +1,191 @@
+"""What commands that run a file of requests have in common: files, settings, resuming, the closing table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from flexrun.cli.exits import EXIT_INTERRUPTED, EXIT_OK, EXIT_SOME_FAILED, UsageError
+from flexrun.cli.flags import whole_number
+from flexrun.cli.interrupts import StopRequest
+from flexrun.cli.session import requested_settings, resolve, resolved_dtype
+from flexrun.jobs.ids import IdTable
+from flexrun.jobs.kinds import JobKind
+from flexrun.jobs.manifest import check_settings, write_manifest
+from flexrun.jobs.output import JobOutput, RecordSink, StreamSink
+from flexrun.jobs.runner import MAX_WAITING, JobProgress, JobRunner, JobSummary
+from flexrun.report import ProgressDisplay, print_table, summary_rows
+
+if TYPE_CHECKING:
+    from flexrun.llm import LLM
+
+RESUMING = """\
+Started again with the same command it does only what is left. A bad line gets an error record
+with its line number; the others go on. OUTPUT.manifest.json remembers the settings that results
+depend on, and results of other settings are never mixed in; budgets and placement may change.
+Requests are recognised by their id, lines without one by their line number."""
+
+
+def add_job_flags(parser: argparse.ArgumentParser, *, what: str = "requests") -> None:
+    """-i, -o, --overwrite, --retry-failed, --limit, --json."""
+    parser.add_argument(
+        "-i", "--input", required=True, metavar="FILE", help="JSON lines; - is standard input"
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="results; - is standard output")
+    add_run_flags(parser, what=what)
+
+
+def add_run_flags(parser: argparse.ArgumentParser, *, what: str = "requests") -> None:
+    """The job's flags without those of its files."""
+    parser.add_argument("--overwrite", action="store_true", help="start again, dropping earlier results")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help=f"run {what} again that have error records"
+    )
+    parser.add_argument("--limit", type=whole_number(0), metavar="N", help=f"only the first N {what}")
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+
+
+def run_job_command(
+    args: argparse.Namespace,
+    *,
+    name: str,
+    settings: Mapping[str, Any],
+    make_kind: Callable[[LLM], JobKind[Any]],
+    load: Callable[[argparse.Namespace], LLM],
+    scoring: bool = False,
+) -> JobSummary:
+    """Check everything that can be checked, load the model, run the job.
+
+    name: the job's kind, for the manifest; settings: what results depend on besides the model's flags.
+    scoring: progress counts the prompts' tokens, since none are generated.
+    """
+    _check_usage(args)
+    with contextlib.ExitStack() as stack:
+        model = resolve(args)
+        stream, size_bytes = _open_input(args.input, stack)
+        output, sink = _open_output(args, stack)
+        settings = {**requested_settings(args, model), **settings}
+        if output is not None and not args.overwrite:
+            check_settings(output, name, settings)
+        settings["dtype"] = resolved_dtype(args)
+        if output is not None and not args.overwrite:
+            check_settings(output, name, settings)
+        llm = load(args)
+        stack.callback(llm.close)
+        ids = _begin(output, name, settings, args) if output is not None else IdTable()
+        return _run(llm, make_kind(llm), args, stream, sink, ids, size_bytes, scoring=scoring)
+
+
+def finish_job(
+    summary: JobSummary, args: argparse.Namespace, *, result: Mapping[str, Any] | None = None
+) -> int:
+    """Tell how a job went; the exit status. result: more for --json."""
+    if summary.orphaned:
+        print(
+            f"note: {summary.orphaned} results in {args.output} belong to no line of {args.input}; they stay",
+            file=sys.stderr,
+        )
+    if summary.changed:
+        print(
+            f"note: {summary.changed} lines of {args.input} have changed since their results were written; the"
+            " results stay (--overwrite makes all of them anew)",
+            file=sys.stderr,
+        )
+    if summary.interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+    print_table(summary_rows(summary))
+    if args.json:
+        print(json.dumps({**summary.to_dict(), **(result or {})}), flush=True)
+    if summary.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_SOME_FAILED if summary.failed or summary.resumed_failed else EXIT_OK
+
+
+def _check_usage(args: argparse.Namespace) -> None:
+    if args.json and args.output == "-":
+        raise UsageError("--json and -o - both write to standard output; give the results a file")
+    if args.overwrite and args.retry_failed:
+        raise UsageError("--overwrite runs everything again; leave --retry-failed out")
+    source, target = Path(args.input), Path(args.output)
+    files = "-" not in (args.input, args.output) and source.is_file() and target.is_file()
+    if files and source.samefile(target):
+        raise UsageError(f"input and output are the same file {source}; give another output")
+
+
+def _open_input(name: str, stack: contextlib.ExitStack) -> tuple[BinaryIO, int | None]:
+    if name == "-":
+        return sys.stdin.buffer, None
+    try:
+        stream = Path(name).open("rb")  # noqa: SIM115  (the stack closes it)
+    except OSError as error:
+        raise UsageError(f"cannot open the input {name}: {error.strerror}") from None
+    stack.callback(stream.close)
+    info = os.fstat(stream.fileno())
+    return stream, info.st_size if stat.S_ISREG(info.st_mode) else None
+
+
+def _open_output(
+    args: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[JobOutput | None, RecordSink]:
+    """The locked output file and its sink; no file for standard output, pipes and devices."""
+    if args.output == "-":
+        sys.stdout.flush()
+        return None, StreamSink(sys.stdout.fileno(), "standard output")
+    path = Path(args.output)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        descriptor = os.open(path, os.O_WRONLY)
+        stack.callback(os.close, descriptor)
+        return None, StreamSink(descriptor, str(path))
+    output = stack.enter_context(JobOutput(path))
+    return output, output
+
+
+def _begin(output: JobOutput, name: str, settings: dict[str, Any], args: argparse.Namespace) -> IdTable:
+    """Fit the file to this run: empty it, or note what it holds."""
+    if args.overwrite:
+        output.truncate()
+    write_manifest(output, name, settings)
+    ids = IdTable()
+    output.recover(ids, retry_failed=args.retry_failed)
+    return ids
+
+
+def _run(
+    llm: LLM,
+    kind: JobKind[Any],
+    args: argparse.Namespace,
+    stream: BinaryIO,
+    sink: RecordSink,
+    ids: IdTable,
+    size_bytes: int | None,
+    *,
+    scoring: bool,
+) -> JobSummary:
+    engine = llm.engine
+    unit = "tokens/s" if scoring else "generated tokens/s"
+    with StopRequest() as should_stop, ProgressDisplay(rate_name=unit) as display:
+
+        def on_progress(progress: JobProgress) -> None:
+            stats = engine.stats
+            display.update(progress, stats.prompt_tokens if scoring else stats.generated_tokens)
+
+        runner = JobRunner(
+            engine,
+            kind,
+            stream,
+            sink,
+            ids=ids,
+            limit=args.limit,
+            size_bytes=size_bytes,
+            max_waiting=max(MAX_WAITING, 2 * llm.policy.block_size),
+            should_stop=should_stop,
+            on_progress=on_progress,
+        )
+        return runner.run()
