@@ -6,6 +6,9 @@ heavy loops run in numba (`quant.kv_jit`), which is imported on first use.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -203,28 +206,55 @@ def gather_pages(
     return k_out, v_out
 
 
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def _gather_torch(batch: PagedBatch, k_out: Tensor, v_out: Tensor) -> None:
-    full = batch.full_pages().tolist()
-    for i, (n_full, length, tail_len) in enumerate(
-        zip(full, batch.seq_lens.tolist(), batch.tail_lens.tolist(), strict=True)
-    ):
-        for page in range(n_full):
-            arena = batch.arenas[0 if batch.page_arenas is None else int(batch.page_arenas[i, page])]
-            slot = int(batch.page_slots[i, page])
-            k, v = decode_pages(
-                arena[slot : slot + 1],
+    """Gather with torch's operations and, on an accelerator that has Triton, its kernel for packed pages."""
+    page_addresses(batch)  # for its checks of slots and arenas
+    page_tokens, device = batch.page_tokens, batch.device
+    used = torch.arange(batch.page_slots.shape[1]) < batch.full_pages()[:, None]  # (batch, max_pages)
+    for number, arena in enumerate(batch.arenas):
+        here = used if batch.page_arenas is None else used & (batch.page_arenas == number)
+        rows, pages = here.nonzero(as_tuple=True)
+        slots = batch.page_slots[rows, pages].long().to(device)
+        rows, first = rows.to(device), (pages * page_tokens).to(device)
+        if batch.fmt.is_packed and device.type in ("cuda", "xpu") and _has_triton():
+            from quant.kernels_triton import unpack_pages
+
+            unpack_pages(
+                arena,
                 batch.fmt,
-                n_kv_heads=batch.n_kv_heads,
-                page_tokens=batch.page_tokens,
-                head_dim=batch.head_dim,
-                dtype=k_out.dtype,
+                page_tokens=page_tokens,
+                slots=slots,
+                rows=rows,
+                first_positions=first,
+                k_out=k_out,
+                v_out=v_out,
             )
-            span = slice(page * batch.page_tokens, (page + 1) * batch.page_tokens)
-            k_out[i, :, span] = k[0]
-            v_out[i, :, span] = v[0]
-        if tail_len:
-            tail = batch.tails[int(batch.tail_slots[i])]
-            k_out[i, :, length - tail_len : length] = tail[0, :, :tail_len]
-            v_out[i, :, length - tail_len : length] = tail[1, :, :tail_len]
-        k_out[i, :, length:] = 0
-        v_out[i, :, length:] = 0
+            continue
+        k, v = decode_pages(
+            arena.index_select(0, slots),
+            batch.fmt,
+            n_kv_heads=batch.n_kv_heads,
+            page_tokens=page_tokens,
+            head_dim=batch.head_dim,
+            dtype=k_out.dtype,
+        )
+        positions = first[:, None] + torch.arange(page_tokens, device=device)  # (n_pages, page_tokens)
+        # Both sides as (n_pages, page_tokens, n_kv_heads, head_dim).
+        k_out.transpose(1, 2)[rows[:, None], positions] = k.transpose(1, 2)
+        v_out.transpose(1, 2)[rows[:, None], positions] = v.transpose(1, 2)
+        if batch.page_arenas is None:
+            break
+    rows, tokens = (torch.arange(page_tokens) < batch.tail_lens[:, None]).nonzero(as_tuple=True)
+    positions = ((batch.seq_lens - batch.tail_lens)[rows] + tokens).to(device)
+    slots, rows, tokens = batch.tail_slots[rows].long().to(device), rows.to(device), tokens.to(device)
+    # Both sides as (n_tail_tokens, n_kv_heads, head_dim).
+    k_out.transpose(1, 2)[rows, positions] = batch.tails[slots, 0, :, tokens].to(k_out.dtype)
+    v_out.transpose(1, 2)[rows, positions] = batch.tails[slots, 1, :, tokens].to(v_out.dtype)
+    past_end = torch.arange(k_out.shape[2], device=device) >= batch.seq_lens.to(device)[:, None]
+    k_out.masked_fill_(past_end[:, None, :, None], 0)
+    v_out.masked_fill_(past_end[:, None, :, None], 0)

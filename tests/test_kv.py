@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,21 @@ def test_gather_unpacks_ragged_sequences_and_clears_the_rest(
             got = out[i, :, :length].float()
             torch.testing.assert_close(got, want.to(out_dtype).float(), rtol=2e-7, atol=1e-30)
             assert bool((out[i, :, length:] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["f32", "int4"])
+@pytest.mark.parametrize("one_arena", [False, True])
+def test_torch_gathers_what_the_cpu_kernels_gather(name: str, one_arena: bool) -> None:
+    batch, _ = ragged_batch(
+        name, [1, 16, 17, 48, 0, 61], page_tokens=16, head_dim=21, tail_dtype=torch.float32
+    )
+    if one_arena:
+        batch = replace(batch, page_arenas=None, page_slots=batch.page_slots.clamp_min(0))
+    k_fast, v_fast = gather_pages(batch)
+    k_out, v_out = torch.full_like(k_fast, float("nan")), torch.full_like(v_fast, float("nan"))
+    kv._gather_torch(batch, k_out, v_out)
+    assert torch.equal(k_fast, k_out)
+    assert torch.equal(v_fast, v_out)
 
 
 def test_bad_batches_are_refused() -> None:
