@@ -24,7 +24,7 @@ SEGMENTS_PER_THREAD = 8
 
 # Largest number of query heads per KV head at which reading pages in place beats unpacking them into a reused
 # buffer and torch's grouped attention. Measured by experiments/attention_speed.py, head_dim 64, 2,000 tokens,
-# AVX2 and fp32 products: in place won at every number tried, by 1.6 to 5 times; 64 is the largest tried.
+# AVX2 and fp32 products: in place won at every number tried, by 1.5 to 5.9 times; 64 is the largest tried.
 IN_PLACE_MAX_HEADS = {"f32": 64, "bf16": 64, "f16": 64, "int8": 64, "int4": 64, "int2": 64}
 # The same where the processor multiplies bf16 matrices itself, which favours torch for large groups. Not measured
 # with these kernels: a cautious figure from the higher rate of such products.
