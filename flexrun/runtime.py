@@ -31,7 +31,7 @@ from offload.trace import Trace
 from offload.units import AttentionUnit, Model
 from offload.weights import WeightSource, WeightStore
 from policy.footprint import KvShape, ModelFootprint, UnitFootprint, UnitKind
-from policy.memory_plan import MemoryPlan, memory_plan
+from policy.memory_plan import MemoryPlan, cpu_attention_flags, memory_plan
 from policy.schedule import Depths
 from policy.tiers import Policy, Tier
 from policy.workload import Limits
@@ -179,12 +179,13 @@ class Runtime:
         pool: DiskPool | None,
     ) -> None:
         policy, plan, device = self.policy, self.plan, self.device
-        pool = pool or DiskPool()
+        if pool is None:
+            pool = self._stack.enter_context(DiskPool())
         shape = self._cache_shape(compute_dtype)
         n_batches = policy.num_gpu_batches
         n_cpu = policy.num_cpu_attention_batches
         # CPU-attention batches are spread among the others, so that the device has work in between.
-        cpu_attention = spread_flags(n_batches, n_cpu)
+        cpu_attention = cpu_attention_flags(n_batches, n_cpu)
         hidden_homes = plan.hidden_homes if n_batches > 1 else (device.first_tier,)
         spill = self._spill_files(shape, hidden_homes, compute_dtype, cpu_attention, disk_dir, pool)
         self.spill_files = tuple(file for file in spill if file is not None)
@@ -222,7 +223,7 @@ class Runtime:
             cpu_attention=cpu_attention,
             tails_tier=plan.tails_tier,
             new_pages=plan.sizes.new_pages,
-            compute_dtype=compute_dtype,
+            new_tail_tokens=min(self.limits.pass_tokens, policy.gpu_batch_size * self.limits.page_tokens),
             depths=depths,
         )
         hidden = HiddenStore(
@@ -351,11 +352,6 @@ class Runtime:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
-
-
-def spread_flags(n: int, n_true: int) -> tuple[bool, ...]:
-    """n flags, n_true of them set, evenly spread."""
-    return tuple((i + 1) * n_true // n > i * n_true // n for i in range(n))
 
 
 def check_budgets(plan: MemoryPlan, budgets: TierBudgets) -> None:

@@ -11,6 +11,7 @@ the slots behind the resident ones, in order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,8 @@ class CacheStore:
     """The KV cache of a block on its tiers.
 
     cpu_attention: which gpu batches attend on the CPU; their gpu share of pages is in cpu memory.
-    new_pages: most pages that one (layer, gpu batch) fills in a pass. spill: file for disk pages, of
-    `spill_bytes`, or None.
+    new_pages: most pages that one (layer, gpu batch) fills in a pass; new_tail_tokens: most tokens that it adds
+    to tails. spill: file for disk pages, of `spill_bytes`, or None.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class CacheStore:
         cpu_attention: Sequence[bool],
         tails_tier: Tier,
         new_pages: int,
-        compute_dtype: torch.dtype,
+        new_tail_tokens: int,
         depths: Depths | None = None,
     ) -> None:
         depths = depths or Depths()
@@ -62,29 +63,40 @@ class CacheStore:
         self._spill = spill
         self._three = device.first_tier is Tier.GPU
         self._flagged = tuple(cpu_attention)
-        self._compute_dtype = compute_dtype
-        n = shape.n_layers
         self._counts = [shape.counts(flag and self._three) for flag in self._flagged]
-        first = device.first_tier
-        self._first: list[Tensor] = []  # (n_layers, resident slots, page_bytes) per gpu batch
-        self._cpu: list[Tensor] = []  # with three tiers: (n_layers, cpu slots, page_bytes)
-        self._tails: list[Tensor] = []
-        self._tail_tiers: list[Tier] = []
-        for counts, flag in zip(self._counts, self._flagged, strict=True):
-            size = (n, counts[first], shape.page_bytes)
-            self._first.append(arenas[first].take_tensor(size, torch.uint8, "kv pages"))
-            if self._three:
-                size = (n, counts[Tier.CPU], shape.page_bytes)
-                self._cpu.append(arenas[Tier.CPU].take_tensor(size, torch.uint8, "kv pages"))
-            tier = Tier.CPU if flag or not self._three else tails_tier
-            self._tail_tiers.append(tier)
-            tail_size = (n, shape.gpu_batch_size, *shape.tail_shape)
-            self._tails.append(arenas[tier].take_tensor(tail_size, shape.tail_dtype, "kv tails"))
-        self._make_rings(arenas, depths, new_pages)
+        self._first = self._take_pages(arenas, device.first_tier)
+        self._cpu = self._take_pages(arenas, Tier.CPU) if self._three else []
+        self._tail_tiers = [Tier.CPU if flag or not self._three else tails_tier for flag in self._flagged]
+        self._tails = self._take_tails(arenas)
+        self._make_rings(arenas, depths, new_pages, new_tail_tokens)
         self._states: dict[int, _BatchState] = {}
         self._outboxes: dict[int, Outbox] = {}
 
-    def _make_rings(self, arenas: Mapping[Tier, Arena], depths: Depths, new_pages: int) -> None:
+    def _take_pages(self, arenas: Mapping[Tier, Arena], tier: Tier) -> list[Tensor]:
+        """Page slots on a tier, uint8 (n_layers, slots, page_bytes) per gpu batch."""
+        shape = self.shape
+        sizes = [shape.n_layers * counts[tier] * shape.page_bytes for counts in self._counts]
+        pieces = arenas[tier].take(sum(sizes), "kv pages").split(sizes)
+        return [
+            piece.view(shape.n_layers, counts[tier], shape.page_bytes)
+            for piece, counts in zip(pieces, self._counts, strict=True)
+        ]
+
+    def _take_tails(self, arenas: Mapping[Tier, Arena]) -> list[Tensor]:
+        """Tails, (n_layers, gpu_batch_size, 2, n_kv_heads, page_tokens, head_dim) per gpu batch."""
+        shape = self.shape
+        size = (shape.n_layers, shape.gpu_batch_size, *shape.tail_shape)
+        rows = {
+            tier: iter(
+                arenas[tier].take_tensor((self._tail_tiers.count(tier), *size), shape.tail_dtype, "kv tails")
+            )
+            for tier in set(self._tail_tiers)
+        }
+        return [next(rows[tier]) for tier in self._tail_tiers]
+
+    def _make_rings(
+        self, arenas: Mapping[Tier, Arena], depths: Depths, new_pages: int, new_tail_tokens: int
+    ) -> None:
         shape, first = self.shape, self.device.first_tier
         plain = [c for c, flag in zip(self._counts, self._flagged, strict=True) if not flag]
         disk = max(c[Tier.DISK] for c in self._counts)
@@ -97,23 +109,43 @@ class CacheStore:
 
         self._staging: list[Tensor] = []
         self._ring_tails: list[Tensor] = []
+        self._out_tails: list[Tensor] = []
+        self._out_staging: list[Tensor] = []
         if not self._three:
             self._ring = ring(first, depths.cache, disk, stride, "cache ring")
-            self._out = ring(first, depths.cache_out, min(disk, new_pages), stride, "store ring")
-            self._out_staging: list[Tensor] = []
+            self._out = ring(first, depths.cache_out, min(disk, new_pages), stride, "store staging")
             return
         away = max((c[Tier.CPU] + c[Tier.DISK] for c in plain), default=0)
-        self._ring = ring(Tier.GPU, depths.cache, away, shape.page_bytes, "cache ring")
-        if any(tier is Tier.CPU and not f for tier, f in zip(self._tail_tiers, self._flagged, strict=True)):
-            size = (shape.gpu_batch_size, *shape.tail_shape)
-            self._ring_tails = [
-                arenas[Tier.GPU].take_tensor(size, shape.tail_dtype, "cache ring")
-                for _ in range(depths.cache)
-            ]
+        tails_away = any(
+            tier is Tier.CPU and not f for tier, f in zip(self._tail_tiers, self._flagged, strict=True)
+        )
+        tails = (shape.gpu_batch_size, *shape.tail_shape) if tails_away else (0, *shape.tail_shape)
+        self._ring, self._ring_tails = self._pages_and_tails(
+            arenas[Tier.GPU], depths.cache, away, tails, "cache ring"
+        )
         self._staging = ring(Tier.CPU, depths.cache_staging, disk, stride, "cache staging")
         leaving = max(sum(c) - c[Tier.GPU] for c in self._counts)
-        self._out = ring(Tier.GPU, depths.cache_out, min(leaving, new_pages), shape.page_bytes, "store ring")
+        n_tokens = new_tail_tokens if tails_away or any(self._flagged) else 0
+        self._out, self._out_tails = self._pages_and_tails(
+            arenas[Tier.GPU],
+            depths.cache_out,
+            min(leaving, new_pages),
+            (n_tokens, 2, shape.n_kv_heads, shape.head_dim),
+            "store ring",
+        )
         self._out_staging = ring(Tier.CPU, depths.cache_out, min(disk, new_pages), stride, "store staging")
+
+    def _pages_and_tails(
+        self, arena: Arena, depth: int, rows: int, tails: tuple[int, ...], what: str
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """A ring of slots that each hold `rows` pages, uint8 (rows, page_bytes), and tails of that shape."""
+        shape = self.shape
+        page_bytes, tail_bytes = rows * shape.page_bytes, math.prod(tails) * shape.tail_dtype.itemsize
+        slots = [arena.take(page_bytes + tail_bytes, what) for _ in range(depth)]
+        return (
+            [slot[:page_bytes].view(rows, shape.page_bytes) for slot in slots],
+            [slot[page_bytes:].view(shape.tail_dtype).view(tails) for slot in slots],
+        )
 
     @staticmethod
     def spill_bytes(shape: CacheShape) -> int:
@@ -217,11 +249,14 @@ class CacheStore:
                 dest = onward.take([slot])[0, : self.shape.page_bytes]
             dest.copy_(box.pages[row], non_blocking=True)
             moved += dest.numel()
-        for rows, offsets, k, v in box.tail_kv:
+        if box.tail_places:
+            assert box.tails is not None
+            new = box.tails[: box.n_tail_tokens].cpu()  # (tokens, 2, n_kv_heads, head_dim)
+            rows, offsets = (torch.cat(x) for x in zip(*box.tail_places, strict=True))
             tails = self._tails[j][layer]
-            tails[rows, 0, :, offsets] = k.cpu()
-            tails[rows, 1, :, offsets] = v.cpu()
-            moved += k.nbytes + v.nbytes
+            tails[rows, 0, :, offsets] = new[:, 0]
+            tails[rows, 1, :, offsets] = new[:, 1]
+            moved += new.nbytes
         self._outboxes[out_slot] = onward
         return moved
 
@@ -245,13 +280,13 @@ class CacheStore:
         if tails_here:
             tails: Tensor | None = self._tails[j][layer]
         else:
-            tails = self._ring_tails[cache_slot] if cache_slot >= 0 and self._ring_tails else None
+            tails = self._ring_tails[cache_slot] if cache_slot >= 0 else None
         return LayerCache(
             shape=self.shape,
             resident=self._first[j][layer],
             staged=self._ring[cache_slot] if cache_slot >= 0 and self._ring else None,
             tails=tails,
-            outbox=self._outbox(out_slot, self._out),
+            outbox=self._outbox(out_slot, self._out, self._out_tails),
             tails_leave=not tails_here,
         )
 
@@ -264,14 +299,14 @@ class CacheStore:
             resident=self._cpu[j][layer],
             staged=self._staging[cache_slot] if cache_slot >= 0 else None,
             tails=self._tails[j][layer],
-            outbox=self._outbox(out_slot, self._out_staging),
+            outbox=self._outbox(out_slot, self._out_staging, []),
             tails_leave=False,
         )
 
-    def _outbox(self, out_slot: int, ring: list[Tensor]) -> Outbox | None:
+    def _outbox(self, out_slot: int, ring: list[Tensor], tails: list[Tensor]) -> Outbox | None:
         if out_slot < 0:
             return None
-        box = Outbox(pages=ring[out_slot] if ring else None)
+        box = Outbox(pages=ring[out_slot] if ring else None, tails=tails[out_slot] if tails else None)
         self._outboxes[out_slot] = box
         return box
 

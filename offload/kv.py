@@ -43,12 +43,15 @@ class Outbox:
     """Pages and tail tokens of one (layer, gpu batch) that leave the device in this pass.
 
     pages: uint8 (rows, stride_bytes), filled from the front; slots[i] is the home of row i.
-    tail_kv: the new tokens' K and V where tails are at home elsewhere, as (rows, offsets, k, v) pieces.
+    tails: the new tokens' K and V where tails are at home elsewhere, (tokens, 2, n_kv_heads, head_dim), filled
+    from the front; tail_places: (tail rows, offsets) of the tokens so far, in pieces.
     """
 
     pages: Tensor | None
+    tails: Tensor | None = None
     slots: list[int] = field(default_factory=list)
-    tail_kv: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    tail_places: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    n_tail_tokens: int = 0
 
     def take(self, slots: Sequence[int]) -> Tensor:
         """Rows for pages of these slots."""
@@ -56,6 +59,15 @@ class Outbox:
         assert self.pages is not None and begin + len(slots) <= self.pages.shape[0], "outbox too small"
         self.slots.extend(slots)
         return self.pages[begin : begin + len(slots)]
+
+    def add_tails(self, rows: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep key and value (n, n_kv_heads, head_dim) for these places in the tails."""
+        begin, end = self.n_tail_tokens, self.n_tail_tokens + len(rows)
+        assert self.tails is not None and end <= self.tails.shape[0], "outbox too small for tails"
+        self.tails[begin:end, 0] = key
+        self.tails[begin:end, 1] = value
+        self.n_tail_tokens = end
+        self.tail_places.append((rows, offsets))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,8 +109,7 @@ class LayerCache:
                 self.tails[index.tail_rows, 1, :, index.tail_offsets] = v
             if self.tails_leave:
                 assert self.outbox is not None
-                at = chunk.indices
-                self.outbox.tail_kv.append((at.tail_rows, at.tail_offsets, k, v))
+                self.outbox.add_tails(chunk.indices.tail_rows, chunk.indices.tail_offsets, k, v)
         if chunk.full_tail_slots:
             assert self.tails is not None
             full = self.tails[index.full_tail_rows]

@@ -404,13 +404,14 @@ def memory_plan(
     n_device = n_batches - n_cpu
     plain = pair_slots(policy.cache, sizes.slots, first_tier=first_tier, cpu_attention=False)
     on_cpu = pair_slots(policy.cache, sizes.slots, first_tier=first_tier, cpu_attention=True)
-    for counts, n in ((plain, n_device), (on_cpu, n_cpu)):
-        for tier in tier_labels(first_tier):
-            layers = sizes.layers_page_disk_bytes if tier is Tier.DISK else sizes.layers_page_bytes
-            add(tier, "kv_pages", n * counts[tier] * layers)
+    for tier in tier_labels(first_tier):
+        layers = sizes.layers_page_disk_bytes if tier is Tier.DISK else sizes.layers_page_bytes
+        slots = n_device * plain[tier] + n_cpu * on_cpu[tier]
+        add(tier, "kv_pages", align_up(slots * layers, DISK_ALIGN_BYTES))
     tails_tier = Tier.GPU if three and policy.cache.gpu_frac >= 0.5 else Tier.CPU
-    add(tails_tier, "kv_tails", n_device * sizes.layers_tail_bytes)
-    add(Tier.CPU, "kv_tails", n_cpu * sizes.layers_tail_bytes)
+    for tier in tier_labels(first_tier)[:-1]:
+        n = (n_device if tier is tails_tier else 0) + (n_cpu if tier is Tier.CPU else 0)
+        add(tier, "kv_tails", align_up(n * sizes.layers_tail_bytes, DISK_ALIGN_BYTES))
     rings = cache_rings(
         sizes, plain, on_cpu, n_device=n_device, n_cpu=n_cpu, first_tier=first_tier, tails_tier=tails_tier
     )

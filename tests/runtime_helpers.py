@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from model_helpers import ReferenceRun, Table, build_tensor
+from source_helpers import source_shapes
 
 from flexrun.engine import Engine
 from flexrun.model.assemble import DecoderModel, build_model
@@ -26,8 +28,6 @@ from policy.workload import Limits
 from quant.formats import WeightFormat, parse_format
 from quant.pack import quantize
 from quant.packed import PackedTensor
-from model_helpers import ReferenceRun, Table, build_tensor
-from source_helpers import source_shapes
 
 VOCAB = 96
 LLAMA: dict[str, Any] = {
