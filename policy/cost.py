@@ -412,6 +412,16 @@ class CostModel:
                 add(Lane.DOWNLOAD, (h_cpu + h_disk) * (n_store * (nbytes / hw.download_bytes_per_s + fixed)))
         return lanes
 
+    def compute_lane_seconds(self, state: BatchState) -> float:
+        """Busy seconds of the compute lane in a pass, which no placement changes."""
+        found = {Lane.COMPUTE: 0.0}
+
+        def add(lane: Lane, seconds: float) -> None:
+            found[lane] = found.get(lane, 0.0) + seconds
+
+        self._add_compute(state, self.n_attending_on_cpu(state), add)
+        return found[Lane.COMPUTE]
+
     def _add_compute(self, state: BatchState, n_cpu: int, add: Any) -> None:
         compute = attend = 0.0
         for unit_class, count in self._class_counts.items():

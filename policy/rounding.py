@@ -1,8 +1,9 @@
 """From the linear program's fractions to whole units, pages and gpu batches that fit, exactly.
 
 A policy's fractions round to homes by fixed rules (`memory_plan`). Where the rounded plan exceeds a capacity,
-the smallest share that helps moves one tier down, weights first: they are read once for the whole block.
-Where room is left, weights move up again, unit by unit. What the program promised and the rounded plan
+the smallest share that helps moves to another tier, weights first: they are read once for the whole block.
+Where room is left, weights move up again, unit by unit; a plan that is still far from the optimum is improved
+by single moves. What the program promised and the rounded plan
 still costs are compared by the same cost functions.
 """
 
@@ -17,6 +18,9 @@ from policy.simulate import PlacedRun
 from policy.tiers import Placement, Policy, ScheduleName, Tier
 
 MAX_MOVES = 64
+MAX_POLISH = 8
+POLISHED_GAP = 0.02
+"""Rounded plans further than this from the optimum are improved by single moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,42 +55,89 @@ def excess_bytes(memory: MemoryPlan, problem: Problem) -> dict[Tier, float]:
     return {t: n for t, n in over.items() if n > 0}
 
 
-def _move_down(policy: Policy, problem: Problem, tier: Tier, excess: float) -> Policy | None:
-    """Take at least `excess` bytes off `tier`, None if nothing is left that could move."""
-    if tier is Tier.DISK:
-        return None
-    target = Tier(tier + 1)
-    if problem.cost.hardware.capacity(target) <= 0:
-        return None
+def _grains(problem: Problem) -> dict[str, tuple[float, float]]:
+    """For weights, cache and activations: the share of one whole thing, and the bytes of all of them."""
     sizes, cost = problem.cost.sizes, problem.cost
-    pages = max(1.0, float(cost.n_batches * sizes.slots * sizes.layers_page_bytes))
-    unit = sizes.weights_bytes / max(1, cost.n_streamable)
-    if policy.weights.fraction(tier) > 0:
-        amount = max(excess, 0.5 * unit) / max(1, sizes.weights_bytes)
-        return dataclasses.replace(policy, weights=_shift(policy.weights, tier, target, amount))
-    if sizes.slots and policy.cache.fraction(tier) > 0:
-        one = 1.0 / sizes.slots
-        amount = max(one, excess / pages)
-        return dataclasses.replace(policy, cache=_shift(policy.cache, tier, target, amount))
-    if cost.n_batches > 1 and policy.activations.fraction(tier) > 0:
-        amount = 1.0 / cost.n_batches
-        return dataclasses.replace(policy, activations=_shift(policy.activations, tier, target, amount))
+    pages = float(cost.n_batches * sizes.slots * sizes.layers_page_bytes)
+    return {
+        "weights": (1.0 / max(1, cost.n_streamable), float(max(1, sizes.weights_bytes))),
+        "cache": (1.0 / max(1, sizes.slots), max(1.0, pages)),
+        "activations": (1.0 / cost.n_batches, float(cost.n_batches * sizes.hidden_bytes)),
+    }
+
+
+def _moved(policy: Policy, kind: str, source: Tier, target: Tier, amount: float) -> Policy:
+    placement: Placement = getattr(policy, kind)
+    return dataclasses.replace(policy, **{kind: _shift(placement, source, target, amount)})  # type: ignore[arg-type]
+
+
+def _relieve(
+    policy: Policy, problem: Problem, tier: Tier, excess: float, room: dict[Tier, float]
+) -> Policy | None:
+    """Take at least `excess` bytes off `tier`, None if nothing is left that could move.
+
+    Tiers below come first, then those above that have room; weights first, then pages, then hidden states.
+    """
+    below = [t for t in problem.tiers if t > tier and room[t] > 0]
+    above = [t for t in reversed(problem.tiers) if t < tier and room[t] > 0]
+    for kind, (grain, total) in _grains(problem).items():
+        if kind == "activations" and problem.cost.n_batches == 1:
+            continue
+        if kind == "cache" and not problem.cost.sizes.slots:
+            continue
+        share = getattr(policy, kind).fraction(tier)
+        if share <= 0:
+            continue
+        amount = min(share, max(excess / total, (0.5 if kind == "weights" else 1.0) * grain))
+        for target in (*below, *above):
+            if target < tier and room[target] < amount * total:
+                continue
+            return _moved(policy, kind, tier, target, amount)
     return None
 
 
 def fit(policy: Policy, problem: Problem) -> tuple[Policy, MemoryPlan] | None:
-    """Move shares down until the exact plan fits every capacity, None if it cannot."""
+    """Move shares until the exact plan fits every capacity, None if it cannot."""
+    hardware = problem.cost.hardware
     for _ in range(MAX_MOVES):
         memory = plan_memory(policy, problem)
         over = excess_bytes(memory, problem)
         if not over:
             return policy, memory
         tier = min(over)
-        moved = _move_down(policy, problem, tier, over[tier])
-        if moved is None:
+        room = {t: hardware.capacity(t) - memory.tier_bytes(t) for t in problem.tiers}
+        moved = _relieve(policy, problem, tier, over[tier], room)
+        if moved is None or moved == policy:
             return None
         policy = moved
     return None
+
+
+def polish(
+    policy: Policy, memory: MemoryPlan, problem: Problem, seconds: float
+) -> tuple[Policy, MemoryPlan, float]:
+    """Improve a rounded policy by single moves of whole things between tiers, best first, until none helps."""
+    for _ in range(MAX_POLISH):
+        best: tuple[float, Policy, MemoryPlan] | None = None
+        for kind, (grain, _) in _grains(problem).items():
+            if kind == "activations" and problem.cost.n_batches == 1:
+                continue
+            for source in problem.tiers:
+                if getattr(policy, kind).fraction(source) <= 0:
+                    continue
+                for target in problem.tiers:
+                    for steps in (1, 4) if target != source else ():
+                        tried = _moved(policy, kind, source, target, steps * grain)
+                        plan = plan_memory(tried, problem)
+                        if excess_bytes(plan, problem):
+                            continue
+                        cost = evaluate(tried, plan, problem)
+                        if cost < (best[0] if best else seconds) * (1 - 1e-4):
+                            best = (cost, tried, plan)
+        if best is None:
+            break
+        seconds, policy, memory = best
+    return policy, memory, seconds
 
 
 def _fill(policy: Policy, memory: MemoryPlan, problem: Problem) -> tuple[Policy, MemoryPlan]:
@@ -168,3 +219,12 @@ def round_solution(solution: LpSolution, problem: Problem) -> Rounded | None:
             gap = seconds / solution.seconds_per_token - 1
             best = Rounded(policy=policy, memory=memory, seconds_per_token=seconds, gap_frac=gap)
     return best
+
+
+def improve(rounded: Rounded, solution: LpSolution, problem: Problem) -> Rounded:
+    """The rounded plan, improved by single moves if it is far from the optimum."""
+    if rounded.gap_frac <= POLISHED_GAP:
+        return rounded
+    policy, memory, seconds = polish(rounded.policy, rounded.memory, problem, rounded.seconds_per_token)
+    gap = seconds / solution.seconds_per_token - 1
+    return Rounded(policy=policy, memory=memory, seconds_per_token=seconds, gap_frac=gap)

@@ -22,7 +22,7 @@ from policy.footprint import ModelFootprint
 from policy.hardware import Hardware
 from policy.memory_plan import MemoryPlan
 from policy.passes import BatchState, pass_series
-from policy.rounding import Rounded, evaluate, excess_bytes, plan_memory, round_solution
+from policy.rounding import Rounded, evaluate, excess_bytes, improve, plan_memory, round_solution
 from policy.schedule import Depths, Lane
 from policy.simulate import PlacedRun, Simulation, simulate
 from policy.tiers import Plan, Policy, ScheduleName, Tier
@@ -274,12 +274,21 @@ class Searcher:
             return seconds * max(1, self.workload.gen_len)
         return seconds
 
-    def place(self, shape: _Shape, problem: lp.Problem) -> _Found | None:
-        """The candidate placed by the linear program and rounded, None if it does not fit."""
+    def place(
+        self, shape: _Shape, problem: lp.Problem, best: float = 0.0, ratio: float = 1.0
+    ) -> _Found | None:
+        """The candidate placed by the linear program and rounded, None if it does not fit.
+
+        One whose optimum promises more than `best` tokens/s is improved if rounding costs much.
+        """
         self.n_placed += 1
         solution = lp.solve(problem)
         rounded = round_solution(solution, problem) if solution is not None else None
-        return None if rounded is None else self._found(shape, problem, rounded, solution)
+        if solution is None or rounded is None:
+            return None
+        if self.throughput(problem, solution.seconds_per_token, shape) / ratio > best * STOP_GAIN:
+            rounded = improve(rounded, solution, problem)
+        return self._found(shape, problem, rounded, solution)
 
     def _found(
         self, shape: _Shape, problem: lp.Problem, rounded: Rounded, solution: lp.LpSolution | None
@@ -342,7 +351,7 @@ class Searcher:
                 heapq.heappush(heap, (negative / ratio, block, order, shape, problem))
                 continue
             budget -= 1
-            result = found[shape] = self.place(shape, problem)
+            result = found[shape] = self.place(shape, problem, best, ratio or 1.0)
             if result is not None:
                 if ratio is None or result.tokens_per_s > best:
                     own = self.simulated_ratio(result, EXPLORED_LAYERS)
@@ -613,7 +622,7 @@ def _front(
         bounded = [item for item in bounded if item[0] > 0]
         if bounded:
             _, shape, problem = max(bounded, key=lambda item: item[0])
-            placed = found[shape] = searcher.place(shape, problem)
+            placed = found[shape] = searcher.place(shape, problem, best.tokens_per_s)
             if placed is not None:
                 placed.slow_down(searcher.ratios.get(shape.kind, best.ratio))
             blocks.add(block)
@@ -757,6 +766,10 @@ def _result(
     )
 
 
+def format_gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
 def _infeasible(
     searcher: Searcher,
     weight_formats: Sequence[str],
@@ -784,11 +797,14 @@ def _infeasible(
     missing = min(
         (short(wf, cf) for wf in weight_formats for cf in cache_formats), key=lambda s: sum(s.values())
     )
-    # Rounding to whole units may need a little more than the fractions do.
-    unit = max(u.nbytes[footprint.native_format] for u in footprint.units)
-    asked = {t: n for t, n in missing.items() if n > 0} or {hardware.first_tier.label: float(unit)}
-    parts = ", ".join(f"{t} memory is short by {n / 1e9:.3g} GB" for t, n in asked.items())
-    remedies = [" and ".join(f"{n / 1e9:.3g} GB more {t} memory" for t, n in asked.items())]
+    asked = {t: n for t, n in missing.items() if n > 0}
+    parts = ", ".join(f"{t} memory is short by {format_gb(n)}" for t, n in asked.items())
+    if not asked:
+        # Fractions would fit, whole units do not: a few units more always do.
+        unit = 2.0 * max(u.nbytes[footprint.native_format] for u in footprint.units)
+        asked = {t.label: unit for t in (Tier.CPU, hardware.first_tier)}
+        parts = "whole units leave too little room"
+    remedies = [" and ".join(f"{format_gb(n)} more {t} memory" for t, n in asked.items())]
     smaller = [f for f in AUTO_WEIGHT_FORMATS if f in footprint.weight_formats and f not in weight_formats]
     enough = [f for f in smaller if not any(n > 1 for n in short(f, cache_formats[0]).values())]
     remedies += [f"weight format {fmt}" for fmt in enough[:1]]

@@ -29,13 +29,18 @@ def model(**changes: Any) -> ModelFootprint:
     return decoder_footprint(**(sizes | changes))
 
 
+def deep_model(**changes: Any) -> ModelFootprint:
+    """About the same bytes in four times as many units, so that rounding to whole units costs little."""
+    return model(**({"n_layers": 24, "hidden_size": 128, "n_heads": 4, "ffn_size": 512} | changes))
+
+
 def machine(**changes: Any) -> Hardware:
     """A small gpu machine on which everything is close to binding."""
     values: dict[str, Any] = {
         "name": "test",
         "source": "measured",
-        "gpu_mem_bytes": 24 * MIB,
-        "cpu_mem_bytes": 40 * MIB,
+        "gpu_mem_bytes": 9 * MIB,
+        "cpu_mem_bytes": 8 * MIB,
         "disk_mem_bytes": 400 * MIB,
         "upload_bytes_per_s": 2e8,
         "download_bytes_per_s": 1.5e8,
@@ -72,7 +77,7 @@ def cpu_machine(**changes: Any) -> Hardware:
     """The same without a gpu; its lanes share cores and the memory bus."""
     values: dict[str, Any] = {
         "gpu_mem_bytes": 0,
-        "cpu_mem_bytes": 48 * MIB,
+        "cpu_mem_bytes": 12 * MIB,
         "sharing": {
             "cores": {"compute": 1.0, "disk_read": 0.1, "disk_write": 0.1, "cpu_attention": 1.0},
             "memory_bus": {"compute": 0.6, "disk_read": 0.5},
