@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import sys
 import time
+import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,8 @@ from policy.workload import DEFAULT_CHUNK_TOKENS, Limits, Workload, limits_for
 from quant.kv_formats import DEFAULT_PAGE_TOKENS
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+COARSE_GPU_BATCH_SIZES = GPU_BATCH_SIZES[::2]
+"""Where many formats are to be compared; shapes around the best are tried in any case."""
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 AUTO_WEIGHT_FORMATS = ("int8-g64", "int4-g64")
 AUTO_CACHE_FORMATS = ("int8", "int4")
@@ -554,7 +558,8 @@ def search(
     )
     three = hardware.first_tier is Tier.GPU
     fractions = (0.0, 0.5, 1.0) if three and cpu_attention and not workload.scoring else (0.0,)
-    sizes = (gpu_batch_size,) if gpu_batch_size else GPU_BATCH_SIZES
+    grid = GPU_BATCH_SIZES if len(weights) * len(caches) <= 2 else COARSE_GPU_BATCH_SIZES
+    sizes = (gpu_batch_size,) if gpu_batch_size else grid
     counts = (num_gpu_batches,) if num_gpu_batches else NUM_GPU_BATCHES
     found: dict[_Shape, _Found | None] = {}
     candidates = searcher.shapes(sizes, counts, weights, caches, fractions)
@@ -823,3 +828,13 @@ def _infeasible(
         n_candidates=searcher.n_candidates,
         n_placed=searcher.n_placed,
     )
+
+
+class _CallableModule(types.ModuleType):
+    """`from policy import search` gives this module; calling it is calling its function of the same name."""
+
+    def __call__(self, *args: Any, **options: Any) -> SearchResult:
+        return search(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -252,6 +252,20 @@ def test_large_models_are_searched_with_few_placements() -> None:
     print(f"{used:.2f} s of CPU time, {result.n_placed} of {result.n_candidates} placed")
 
 
+@pytest.mark.parametrize("first", ["", "import policy.search; "])
+def test_the_package_offers_search_by_name(first: str) -> None:
+    code = first + (
+        "from policy import Hardware, Workload, search; import planner_cases as c; "
+        "assert Hardware is type(c.machine()); "
+        "r = search(c.deep_model(), c.machine(), Workload(prompt_len=20, gen_len=2), gpu_batch_size=2, "
+        "num_gpu_batches=1); assert r.best"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="tests", check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_planning_needs_no_torch() -> None:
     code = "import sys, policy.search, policy.calibrate; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
