@@ -421,7 +421,7 @@ class WeightStore:
         return made
 
     def _worth_unpacking(self, part: TensorSlot, pass_tokens: int) -> bool:
-        return part.format.is_plain or pass_tokens >= crossover_tokens(part.format)
+        return part.format.is_plain or pass_tokens > crossover_tokens(part.format, self.compute_dtype)
 
     def forget(self) -> None:
         """A pass begins: what was unpacked before no longer counts."""
