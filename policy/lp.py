@@ -160,6 +160,9 @@ def define_fractions(program: _Program) -> None:
             program.add(gpu >= 0.5, "tails_gpu")
         else:
             program.add(gpu <= 0.5 - 1e-6, "tails_cpu")
+    elif program.problem.cost.three:
+        # What batches on the CPU would keep on the gpu is in cpu memory; say so in the fractions.
+        program.add(program.fractions["cache"][Tier.GPU] == 0, "cache_not_on_gpu")
 
 
 def define_pages(program: _Program) -> None:
