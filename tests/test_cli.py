@@ -91,7 +91,7 @@ def test_commands_have_the_agreed_form():
     assert list(subparsers.choices) == list(COMMANDS)
     assert {a.dest: a.help for a in subparsers._choices_actions} == COMMANDS
     for name in COMMANDS:
-        assert callable(importlib.import_module(f"flexrun.cli.{name}").run)
+        assert callable(importlib.import_module(f"flexrun.cli.{name.replace('-', '_')}").run)
         subparsers.choices[name].format_help()
 
 

@@ -29,6 +29,7 @@ from flexrun.cli.exits import (
 COMMANDS = {
     "batch": "run a file of requests",
     "score": "log-likelihoods of a file of texts",
+    "lm-eval": "run lm-evaluation-harness",
     "generate": "answer one prompt",
     "info": "describe a model",
     "pack": "convert a model's weights once",
@@ -80,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status (see `EXIT_CODES`)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # The command is the first word: nothing before it takes a value.
-    args = build_parser([word for word in argv if not word.startswith("-")][:1]).parse_args(argv)
+    parser = build_parser([word for word in argv if not word.startswith("-")][:1])
+    args, rest = parser.parse_known_args(argv)
+    if rest and not getattr(args, "takes_rest", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     _set_up_logging(getattr(args, "verbose", False))
     try:
         status = int(args.run(args))

@@ -200,13 +200,13 @@ class GenerationJob:
         if index > 0 and not request.own_seed and params.seed is not None:
             # Neighbours of one line draw differently, as separate lines would.
             params = replace(params, seed=derived_seed(self._seed, request.identity.custom_id, index))
-        text = prompt if isinstance(prompt, str) else None
-        if text is None:
-            ids = list(prompt)
+        text: str | None = None
+        if not isinstance(prompt, str):
+            ids = prompt
         elif self._tokenizer is None:
             raise LineError("no_tokenizer", "this model has no tokenizer: give the prompt as token ids")
         else:
-            ids = self._tokenizer.encode(text)
+            ids, text = self._tokenizer.encode(prompt), prompt
         score_from = None
         if request.score_only:
             score_from = 1 if params.prompt_logprobs is not None else len(ids)
