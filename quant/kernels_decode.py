@@ -15,9 +15,9 @@ from quant.kernels_simd import merge_bits32, split_pairs16
 
 # Slots of a layout, the int64 array that describes a packed matrix to the kernels. Offsets are in bytes,
 # -1 for a part that the format does not have.
-KIND, ROWS, COLS, GROUP, N_GROUPS, N_CODES, PAIRED, MIDDLE, PARAMS_F32 = range(9)
-CODES8, CODES4, CODES2, CODES1, SCALES, MINS, ZEROS, EXPONENTS = range(9, 17)
-N_SLOTS = 17
+KIND, ROWS, COLS, GROUP, N_GROUPS, N_CODES, PAIRED, MIDDLE, PARAMS_F32, BELOW_16 = range(10)
+CODES8, CODES4, CODES2, CODES1, SCALES, MINS, ZEROS, EXPONENTS = range(10, 18)
+N_SLOTS = 18
 AFFINE, Q4_K, Q5_K, Q6_K = range(4)
 
 _KINDS = {"q4_k": Q4_K, "q5_k": Q5_K, "q6_k": Q6_K}
@@ -39,6 +39,7 @@ def layout_of(fmt: WeightFormat, shape: tuple[int, int]) -> Any:
     layout = np.full(N_SLOTS, -1, np.int64)
     rows, cols = shape
     layout[ROWS], layout[COLS], layout[PAIRED], layout[MIDDLE], layout[PARAMS_F32] = rows, cols, 0, 0, 0
+    layout[BELOW_16] = fmt.base == "q4_k" if fmt.kind == "block" else fmt.top_code < 16
     if fmt.kind == "block":
         layout[KIND] = _KINDS[fmt.base]
         layout[GROUP] = 16 if fmt.base == "q6_k" else 32

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from quant.kernels_decode import COLS, GROUP, N_CODES, N_GROUPS, ROWS, decode_row
-from quant.kernels_simd import expand16
+from quant.kernel_cache import cached_kernel
+from quant.kernels_decode import BELOW_16, COLS, GROUP, N_CODES, N_GROUPS, ROWS, decode_row
+from quant.kernels_simd import can_look_up, expand16, expand32, look_up32
 from quant.threads import use_torch_threads
 
 # Sums of products may be reordered, so that they run in vectors; values of weights are never touched by this.
@@ -22,22 +23,33 @@ _STRETCH = 1024
 
 
 @njit
-def expand_row(group: int, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None:
+def expand_row(layout: Any, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None:
     """out (cols,) = scale * (code - zero) + min, each operation rounded to fp32, then to out's type.
 
     codes may be read up to the end of the last 16 columns begun.
     """
     tag = out.dtype.type(0)
+    group = layout[GROUP]
+    look_up = can_look_up(tag) and layout[BELOW_16] != 0
     source = codes.ctypes.data
     target = out.ctypes.data
-    step = 16 * out.itemsize
     left = out.size
     for g in range(s.size):
         scale, zero, least = s[g], z[g], m[g]
-        for _ in range(min(group, left) // 16):
+        n = min(group, left)
+        if look_up:
+            look_up32(target, source, n // 32, scale, zero, least)
+            source += n // 32 * 32
+            target += n // 32 * 32 * out.itemsize
+        else:
+            for _ in range(n // 32):
+                expand32(target, source, scale, zero, least, tag)
+                source += 32
+                target += 32 * out.itemsize
+        if n % 32 >= 16:
             expand16(target, source, scale, zero, least, tag)
             source += 16
-            target += step
+            target += 16 * out.itemsize
         left -= group
     rest = out.size % 16
     if rest:
@@ -46,7 +58,7 @@ def expand_row(group: int, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None
         out[out.size - rest :] = last[:rest]
 
 
-@njit(cache=True, parallel=True)
+@cached_kernel(parallel=True, nogil=True)
 def _dequantize(
     layout: Any,
     buf8: Any,
@@ -70,12 +82,12 @@ def _dequantize(
             row = row_ids[i] if row_ids.size else row_start + i
             row_codes = decode_row(layout, buf8, buf16, buf32, row, codes, s, z, m)
             if permutation.size:
-                expand_row(layout[GROUP], row_codes, s, z, m, shuffled)
+                expand_row(layout, row_codes, s, z, m, shuffled)
                 target = out[i]
                 for j in range(cols):
                     target[permutation[j]] = shuffled[j]
             else:
-                expand_row(layout[GROUP], row_codes, s, z, m, out[i])
+                expand_row(layout, row_codes, s, z, m, out[i])
 
 
 @njit(fastmath=_SUM_ANY_ORDER)
@@ -103,7 +115,7 @@ def _dot_2x4(w0: Any, w1: Any, x0: Any, x1: Any, x2: Any, x3: Any, y: Any) -> No
     y[1, 3] += s13
 
 
-@njit(cache=True, parallel=True)
+@cached_kernel(parallel=True, nogil=True)
 def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks: int, y: Any) -> None:
     n_tokens = x.shape[0]
     n_quads = (n_tokens + 3) // 4
@@ -122,7 +134,7 @@ def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks
             n_here = min(2, rows - row)
             for i in range(n_here):
                 row_codes = decode_row(layout, buf8, buf16, buf32, row + i, codes, s, z, m)
-                expand_row(layout[GROUP], row_codes, s, z, m, w[i])
+                expand_row(layout, row_codes, s, z, m, w[i])
             if n_here == 1:
                 w[1, :] = np.float32(0)
             sums[:] = np.float32(0)

@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit, prange
 
 from quant.formats import MAX_ROW_EXPONENT, MIN_ROW_EXPONENT
+from quant.kernel_cache import cached_kernel
 from quant.kernels_decode import (
     CODES1,
     CODES2,
@@ -394,7 +395,7 @@ def _row_exponent(values: Any) -> int:
     return min(max(math.frexp(extreme)[1] - 13, MIN_ROW_EXPONENT), MAX_ROW_EXPONENT)
 
 
-@njit(cache=True, parallel=True)
+@cached_kernel(parallel=True, nogil=True)
 def _quantize(
     layout: Any,
     values: Any,

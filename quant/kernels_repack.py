@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
+from quant.kernel_cache import cached_kernel
 from quant.kernels_decode import EXPONENTS, MINS, N_CODES, N_GROUPS, SCALES
 from quant.kernels_pack import _put_codes
 from quant.threads import use_torch_threads
@@ -39,7 +40,7 @@ def _block_codes(block: Any, fifth: int, is_int8: bool, codes: Any) -> None:
                 codes[8 * i + j] |= ((byte >> np.uint8(j)) & np.uint8(1)) << np.uint8(4)
 
 
-@njit(cache=True, parallel=True)
+@cached_kernel(parallel=True, nogil=True)
 def _repack(
     layout: Any,
     raw: Any,
