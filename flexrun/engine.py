@@ -280,6 +280,7 @@ class Engine:
         self._executor.run_pass(inputs, last=self._scheduler.is_last(plan))
         self._runtime.device.synchronize_compute()
         sampling_began = time.perf_counter()
+        prompt_frac = self._count(plan)
         scored_up = [
             step.completion
             for steps in plan
@@ -299,24 +300,24 @@ class Engine:
             self._finished_early += finished
             raise
         ended = time.perf_counter()
-        self._count(plan, ended - began, ended - sampling_began, len(sampled_steps))
+        stats = self.stats
+        stats.generated_tokens += len(sampled_steps)
+        stats.prefill_seconds += (ended - began) * prompt_frac
+        stats.decode_seconds += (ended - began) * (1 - prompt_frac)
+        stats.sampling_seconds += ended - sampling_began
         return finished
 
-    def _count(self, plan: list[list[Step]], seconds: float, sampling_seconds: float, n_sampled: int) -> None:
+    def _count(self, plan: list[list[Step]]) -> float:
+        """Add a pass's tokens to the totals; the share of them that belongs to prompts."""
         tokens = {True: 0, False: 0}  # by whether they belong to a prompt
         again = 0  # of the former, those of sequences that are computed anew
         for steps in plan:
             for step in steps:
                 tokens[step.in_prompt] += step.n_tokens
                 again += step.n_tokens if step.in_prompt and step.completion.n_restarted else 0
-        prompt_frac = tokens[True] / (tokens[True] + tokens[False])
-        stats = self.stats
-        stats.passes += 1
-        stats.prompt_tokens += tokens[True] - again
-        stats.generated_tokens += n_sampled
-        stats.prefill_seconds += seconds * prompt_frac
-        stats.decode_seconds += seconds * (1 - prompt_frac)
-        stats.sampling_seconds += sampling_seconds
+        self.stats.passes += 1
+        self.stats.prompt_tokens += tokens[True] - again
+        return tokens[True] / (tokens[True] + tokens[False])
 
     def _inputs(
         self, plan: list[list[Step]]

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 from model_helpers import ReferenceRun, Table, build_tensor
 from source_helpers import source_shapes
+from tokenizers import decoders, models
 
 from flexrun.engine import Engine
 from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import config_from_hf
 from flexrun.request import RequestOutput, SamplingParams
 from flexrun.runtime import Runtime
+from flexrun.tokenizer import Tokenizer
 from offload.device import make_device
 from offload.memory import TierBudgets
 from offload.units import TensorSpec, Unit
@@ -95,11 +98,13 @@ class MemorySource:
         folder: Path | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        sources: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """sources: a checkpoint's tensors by canonical name, random ones if None."""
         self.model = model
         self._format = parse_format(weight_format)
         self._plain = parse_format({torch.float32: "f32", torch.bfloat16: "bf16"}[dtype])
-        sources = random_sources(model, dtype, seed)
+        sources = sources or random_sources(model, dtype, seed)
         self._values: dict[tuple[str, str], torch.Tensor | PackedTensor] = {}
         self._tables: dict[tuple[Any, ...], torch.Tensor] = {}
         for unit in model.units:
@@ -247,6 +252,13 @@ def prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
     return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
 
 
+def letters(n: int = 90) -> Tokenizer:
+    """A tokenizer of n single characters, "!" upwards."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={chr(33 + i): i for i in range(n)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
 Job = tuple[list[int], SamplingParams]
 
 
@@ -280,14 +292,21 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
     return [[c.token_ids for c in output.outputs] for output in outputs]
 
 
-def reference_greedy(source: MemorySource, prompt: Sequence[int], n: int) -> list[int]:
+def reference_greedy(
+    source: MemorySource, prompt: Sequence[int], n: int, vocab_size: int | None = None
+) -> list[int]:
     """Greedy tokens of the dense reference, the prompt alone."""
     run = source.reference()
-    logits = run.step({0: prompt})[0][-1]
-    tokens = [int(logits.argmax())]
+    limit = vocab_size or source.model.vocab_size
+    tokens = [int(run.step({0: prompt})[0][-1, :limit].argmax())]
     while len(tokens) < n:
-        tokens.append(int(run.step({0: tokens[-1:]})[0][-1].argmax()))
+        tokens.append(int(run.step({0: tokens[-1:]})[0][-1, :limit].argmax()))
     return tokens
+
+
+def reference_logprobs(source: MemorySource, tokens: Sequence[int]) -> torch.Tensor:
+    """Row p: log-probabilities (vocab_size,) of the token at p + 1."""
+    return source.reference().step({0: tokens})[0].log_softmax(-1)
 
 
 def covering_rows(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
