@@ -363,7 +363,10 @@ def check_budgets(plan: MemoryPlan, budgets: TierBudgets) -> None:
         parts = {purpose: n for (t, purpose), n in plan.items.items() if t is tier and n}
         largest = max(parts, key=lambda purpose: parts[purpose])
         raise MemoryBudgetError(
-            what=f"the plan ({', '.join(f'{p} {format_bytes(n)}' for p, n in parts.items())}; most is {largest})",
+            what=(
+                f"the plan ({', '.join(f'{p} {format_bytes(n)}' for p, n in parts.items())}; most is {largest}; "
+                f"the least that would do is --{tier.label}-mem {total})"
+            ),
             where=f"{tier.label} memory" if tier is not Tier.DISK else "disk",
             asked_bytes=total,
             left_bytes=budget,
