@@ -42,8 +42,10 @@ STOP_GAIN = 1.01
 MAX_PLACED = 36
 MAX_PLACED_NEAR = 16
 RANKED = 4
+TRUSTED_RATIOS = 3
 EXPLORED_LAYERS = 12
-RANKED_LAYERS = 24
+RANKED_LAYERS = 12
+FINE_BUCKETS = 12
 SIMULATED_OPS = 24_000
 
 
@@ -111,6 +113,7 @@ class _Found:
     problem: lp.Problem
     rounded: Rounded
     solution: lp.LpSolution | None
+    seconds_per_token: float
     tokens_per_s: float
     latency_seconds: float
     ratio: float = 1.0  # simulated over analytic seconds, of this candidate or of its kind
@@ -144,7 +147,7 @@ class Searcher:
         self.chunk_tokens, self.page_tokens = chunk_tokens, page_tokens
         self.unpack_per_batch = unpack_per_batch
         self.n_candidates = self.n_placed = 0
-        self.ratios: dict[tuple[object, ...], float] = {}
+        self.ratios: dict[tuple[object, ...], list[float]] = {}
 
     # -- candidates ----------------------------------------------------------------------------------------
 
@@ -297,13 +300,19 @@ class Searcher:
     def _found(
         self, shape: _Shape, problem: lp.Problem, rounded: Rounded, solution: lp.LpSolution | None
     ) -> _Found:
+        # The few mean passes of the LP hide when the slowest lane changes as the cache grows.
+        fine = problem
+        if problem.ordered:
+            fine = lp.make_problem(problem.cost, self.workload, depths=self.depths, n_buckets=FINE_BUCKETS)
+        seconds = evaluate(rounded.policy, rounded.memory, fine)
         return _Found(
             shape=shape,
             problem=problem,
             rounded=rounded,
             solution=solution,
-            tokens_per_s=self.throughput(problem, rounded.seconds_per_token, shape),
-            latency_seconds=self.latency(problem, rounded.seconds_per_token, shape),
+            seconds_per_token=seconds,
+            tokens_per_s=self.throughput(problem, seconds, shape),
+            latency_seconds=self.latency(problem, seconds, shape),
         )
 
     def given(self, policy: Policy) -> _Found | None:
@@ -349,21 +358,26 @@ class Searcher:
             negative, block, order, shape, problem = heapq.heappop(heap)
             if -negative <= best * STOP_GAIN:
                 break
-            ratio = self.ratios.get(shape.kind)
-            if ratio is not None and shape not in adjusted:
+            ratio = self.kind_ratio(shape)
+            if ratio > 1.0 and shape not in adjusted:
                 adjusted.add(shape)
                 heapq.heappush(heap, (negative / ratio, block, order, shape, problem))
                 continue
             budget -= 1
-            result = found[shape] = self.place(shape, problem, best, ratio or 1.0)
+            result = found[shape] = self.place(shape, problem, best, ratio)
             if result is not None:
-                if ratio is None or result.tokens_per_s > best:
+                if result.tokens_per_s > best:
                     own = self.simulated_ratio(result, EXPLORED_LAYERS)
                     result.slow_down(own)
-                    self.ratios[shape.kind] = own if ratio is None else min(own, ratio)
+                    self.ratios.setdefault(shape.kind, []).append(own)
                 else:
                     result.slow_down(ratio)
                 best = max(best, result.tokens_per_s)
+
+    def kind_ratio(self, shape: _Shape) -> float:
+        """The least ratio seen among shapes of this kind, 1 before enough of them were simulated."""
+        seen = self.ratios.get(shape.kind, [])
+        return max(1.0, min(seen)) if len(seen) >= TRUSTED_RATIOS else 1.0
 
     def around(self, shape: _Shape) -> list[_Shape]:
         """Shapes between the grid's points next to a good one."""
@@ -404,11 +418,20 @@ class Searcher:
         weights = [repeats for _, repeats in problem.passes[:1]]
         weights += [sum(r for _, r in problem.passes[1:])]
         spans = simulation.pass_seconds
-        planned = found.rounded.seconds_per_token * problem.tokens
+        planned = found.seconds_per_token * problem.tokens
         first = weights[0] * slowest[0]
         return (first * spans[0] / slowest[0] + (planned - first) * spans[-1] / slowest[-1]) / planned
 
-    def simulate(self, found: _Found, *, full: bool = False) -> tuple[Simulation, float, float]:
+    def settle(self, found: _Found) -> None:
+        """Replace a candidate's figures by those of a simulation of the whole workload."""
+        simulation, generated, total = self.simulate(found, n_ops=SIMULATED_OPS // 3)
+        tokens = generated or total
+        found.slow_down(found.ratio * found.tokens_per_s * simulation.total_seconds / tokens)
+        found.simulated = True
+
+    def simulate(
+        self, found: _Found, *, n_ops: int = SIMULATED_OPS, full: bool = False
+    ) -> tuple[Simulation, float, float]:
         """(simulation of the whole workload, generated tokens, all tokens)."""
         series = pass_series(
             self.workload,
@@ -419,7 +442,7 @@ class Searcher:
         )
         run = PlacedRun(found.problem.cost, found.rounded.memory, depths=self.depths)
         ops = 12 * len(self.footprint.units) * found.shape.num_gpu_batches
-        layers = None if full else max(RANKED_LAYERS, self.footprint.n_layers * SIMULATED_OPS // ops)
+        layers = None if full else max(RANKED_LAYERS, self.footprint.n_layers * n_ops // ops)
         simulation = simulate(run, series, n_points=2, full=full, n_layers=layers, refinements=2)
         return simulation, series.generated_tokens, series.total_tokens
 
@@ -572,8 +595,7 @@ def search(
     for policy in also:
         named = searcher.given(policy)
         if named is not None:
-            named.slow_down(searcher.simulated_ratio(named, RANKED_LAYERS))
-            named.simulated = True
+            searcher.settle(named)
             found[named.shape] = named
     searcher.explore(candidates, found, MAX_PLACED)
     placed = [f for f in found.values() if f is not None]
@@ -604,8 +626,7 @@ def _rank(searcher: Searcher, placed: Sequence[_Found]) -> _Found:
         if best is not None and (found.tokens_per_s <= best.tokens_per_s or n >= RANKED):
             break
         if not found.simulated:
-            found.slow_down(searcher.simulated_ratio(found, RANKED_LAYERS))
-            found.simulated = True
+            searcher.settle(found)
         if best is None or found.tokens_per_s > best.tokens_per_s:
             best = found
     assert best is not None
@@ -629,7 +650,7 @@ def _front(
             _, shape, problem = max(bounded, key=lambda item: item[0])
             placed = found[shape] = searcher.place(shape, problem, best.tokens_per_s)
             if placed is not None:
-                placed.slow_down(searcher.ratios.get(shape.kind, best.ratio))
+                placed.slow_down(max(1.0, min(searcher.ratios.get(shape.kind, [best.ratio]))))
             blocks.add(block)
     return pareto(
         FrontPoint(
