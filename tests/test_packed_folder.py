@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -236,6 +237,27 @@ def test_too_little_disk_is_said_before_anything_is_written(
     with pytest.raises(CheckpointError, match=r"not enough disk space.*found .* free, expected"):
         pack_model(source, model, tmp_path / "p")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    model = tiny_model("llama")
+    with pytest.raises(CheckpointError, match="not enough disk space"):
+        pack_model(DummySource(model), model, tmp_path / "p")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_reservation_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    model = tiny_model("llama")
+    source = DummySource(model, "int4-g32")
+    assert_equal_sources(PackedSource(pack_model(source, model, tmp_path / "p").path), source, model)
 
 
 class FailingSource(DummySource):

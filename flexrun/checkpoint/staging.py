@@ -85,6 +85,8 @@ def exclusive(path: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        # Unlocked by name: a process forked meanwhile has the file open too, and closing would not do.
+        fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
