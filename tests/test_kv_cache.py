@@ -1,0 +1,250 @@
+"""Pages and tails of one layer: bookkeeping of slots, and attention over them against the dense reference."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_helpers import attend_one
+
+from offload.attention import attend_dense
+from offload.kv import LayerCache, Outbox
+from offload.kv_chunk import plan_chunk
+from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
+from offload.units import AttentionParams
+from quant.kv_formats import parse_cache_format
+
+N_HEADS, N_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 16
+VARIANTS = [
+    AttentionParams(scale=0.25),
+    AttentionParams(scale=0.25, window=20),
+    AttentionParams(scale=0.25, softcap=0.7),
+    AttentionParams(scale=0.25, alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
+]
+
+
+def shape_of(n_slots: int, rows: int = 3, fmt: str = "f32", batches: int = 1) -> CacheShape:
+    return CacheShape(
+        n_layers=1,
+        num_gpu_batches=batches,
+        gpu_batch_size=rows,
+        n_kv_heads=N_KV_HEADS,
+        head_dim=HEAD_DIM,
+        page_counts=(0, n_slots, 0),
+        fmt=parse_cache_format(fmt),
+        tail_dtype=torch.float32,
+        page_tokens=PAGE,
+    )
+
+
+def aligned(*shape: int) -> torch.Tensor:
+    """uint8 of garbage, starting on a page."""
+    n = 1
+    for size in shape:
+        n *= size
+    flat = torch.full((n + 4096,), 0xFF, dtype=torch.uint8)
+    skip = -flat.data_ptr() % 4096
+    return flat[skip : skip + n].view(shape)
+
+
+class Layer:
+    """One layer's cache: the first n_resident slots here, those after them in another tier."""
+
+    def __init__(self, shape: CacheShape, n_resident: int) -> None:
+        self.shape, self.n_resident = shape, n_resident
+        n_slots = sum(shape.page_counts)
+        self.resident = aligned(n_resident, shape.page_bytes)
+        self.elsewhere = aligned(n_slots - n_resident, shape.page_bytes)
+        size = (shape.gpu_batch_size, *shape.tail_shape)
+        self.tails = aligned(4 * torch.Size(size).numel()).view(torch.float32).view(size)
+        self.allocator = PageAllocator(shape)
+
+    def step(
+        self,
+        pieces: list[tuple[CacheSequence, int]],
+        decode: list[bool],
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """One pass: what is elsewhere is brought here first, new pages go there afterwards."""
+        chunk = plan_chunk(self.allocator, pieces, decode)
+        staged = None
+        if len(self.elsewhere):
+            staged = aligned(*self.elsewhere.shape)
+            staged.copy_(self.elsewhere)
+        box = Outbox(pages=aligned(64, self.shape.page_bytes))
+        view = LayerCache(
+            shape=self.shape,
+            resident=self.resident,
+            staged=staged,
+            tails=self.tails,
+            outbox=box,
+        )
+        query, key, value = qkv
+        view.append(chunk, key, value)
+        out = view.attend(chunk, query, key, value, params)
+        assert box.pages is not None
+        for row, slot in enumerate(box.slots):
+            self.elsewhere[slot - self.n_resident] = box.pages[row]
+        return out
+
+
+def random_qkv(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.randn((n, N_HEADS, HEAD_DIM), generator=generator),
+        torch.randn((n, N_KV_HEADS, HEAD_DIM), generator=generator),
+        torch.randn((n, N_KV_HEADS, HEAD_DIM), generator=generator),
+    )
+
+
+@pytest.mark.parametrize("params", VARIANTS)
+@pytest.mark.parametrize("n_resident", [0, 5, 60])
+def test_passes_of_mixed_pieces_equal_dense_attention(params: AttentionParams, n_resident: int) -> None:
+    """Prompts of several segments, one-token steps, sequences that end and begin, in random mixes."""
+    rng = random.Random(n_resident)
+    generator = torch.Generator().manual_seed(n_resident)
+    layer = Layer(shape_of(60), n_resident)
+    history: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    running: list[tuple[CacheSequence, int]] = []  # with the prompt's length
+    for _ in range(30):
+        while len(running) < 3:
+            prompt_len = rng.choice([1, 3, 15, 16, 17, 40, 256, 290])
+            place = layer.allocator.admit(0, prompt_len + 20)
+            if place is None:
+                break
+            running.append((place, prompt_len))
+            empty = torch.zeros((0, N_KV_HEADS, HEAD_DIM))
+            history[id(place)] = (empty, empty)
+        pieces: list[tuple[CacheSequence, int]] = []
+        decode: list[bool] = []
+        for place, prompt_len in running:
+            in_prompt = place.length < prompt_len
+            left = min(prompt_len - place.length, SEGMENT_TOKENS) if in_prompt else 1
+            pieces.append((place, left))
+            decode.append(not in_prompt)
+        qkv = random_qkv(sum(n for _, n in pieces), generator)
+        out = layer.step(pieces, decode, qkv, params)
+        begin = 0
+        for place, n in pieces:
+            here = slice(begin, begin + n)
+            keys, values = (
+                torch.cat([old, new[here]]) for old, new in zip(history[id(place)], qkv[1:], strict=True)
+            )
+            history[id(place)] = (keys, values)
+            expected = attend_one(qkv[0][here], keys, values, params)
+            torch.testing.assert_close(out[here], expected, atol=2e-5, rtol=1e-4)
+            begin += n
+        for place, prompt_len in [r for r in running if rng.random() < 0.1 or r[0].length >= r[1] + 20]:
+            layer.allocator.release(place)
+            running.remove((place, prompt_len))
+
+
+@pytest.mark.parametrize("params", VARIANTS)
+@pytest.mark.parametrize("fmt", ["f32", "int4"])
+def test_gathering_equals_reading_in_place_and_no_garbage_gets_in(params: AttentionParams, fmt: str) -> None:
+    """What accelerators do (gather, pad, attend) against the CPU's kernel; unused memory holds NaN."""
+    generator = torch.Generator().manual_seed(1)
+    layer = Layer(shape_of(20, fmt=fmt), 20)
+    lengths = [40, 16, 3]
+    places = [layer.allocator.admit(0, n + 4) for n in lengths]
+    pieces = [(place, n) for place, n in zip(places, lengths, strict=True) if place is not None]
+    layer.step(pieces, [False] * 3, random_qkv(sum(lengths), generator), params)
+    chunk = plan_chunk(layer.allocator, [(place, 1) for place, _ in pieces], [True] * 3)
+    view = LayerCache(shape=layer.shape, resident=layer.resident, staged=None, tails=layer.tails)
+    query, key, value = random_qkv(3, generator)
+    view.append(chunk, key, value)
+    dense_key, dense_value = view.dense(chunk, torch.float32)
+    assert bool(dense_key.isfinite().all() and dense_value.isfinite().all())
+    gathered = attend_dense(query, dense_key, dense_value, chunk.seq_lens, params)
+    torch.testing.assert_close(view.decode(chunk, query, params), gathered, atol=1e-5, rtol=1e-4)
+
+
+def test_tail_tokens_that_leave_are_all_in_the_outbox() -> None:
+    shape = shape_of(8)
+    allocator = PageAllocator(shape)
+    a, b = allocator.admit(0, 40), allocator.admit(0, 40)
+    assert a is not None and b is not None
+    outbox = Outbox(
+        pages=aligned(8, shape.page_bytes), tails=torch.full((48, 2, N_KV_HEADS, HEAD_DIM), torch.nan)
+    )
+    cache = LayerCache(
+        shape=shape,
+        resident=aligned(0, shape.page_bytes),
+        staged=None,
+        tails=None,
+        outbox=outbox,
+        tails_leave=True,
+    )
+    chunk = plan_chunk(allocator, [(a, 20), (b, 3)], [False, False])
+    _, key, value = random_qkv(23, torch.Generator().manual_seed(0))
+    cache.append(chunk, key, value)
+    assert outbox.slots == [0] and outbox.n_tail_tokens == 7 and outbox.tails is not None
+    rows, offsets = (torch.cat(x).tolist() for x in zip(*outbox.tail_places, strict=True))
+    assert list(zip(rows, offsets, strict=True)) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
+    torch.testing.assert_close(outbox.tails[:7, 0], key[16:])
+    torch.testing.assert_close(outbox.tails[:7, 1], value[16:])
+
+
+# -- bookkeeping ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_slots_have_one_owner_and_promises_are_kept(data: st.DataObject) -> None:
+    shape = shape_of(data.draw(st.integers(1, 12)), rows=data.draw(st.integers(1, 4)), batches=2)
+    allocator = PageAllocator(shape)
+    owned: list[CacheSequence] = []
+    for _ in range(40):
+        action = data.draw(st.sampled_from(["admit", "take", "release", "rewind"]))
+        if action == "admit":
+            batch, tokens = data.draw(st.integers(0, 1)), data.draw(st.integers(1, 100))
+            before = sum(s.reserved_pages + len(s.pages) for s in owned if s.batch == batch)
+            rows = sum(s.batch == batch for s in owned)
+            place = allocator.admit(batch, tokens)
+            fits = before + tokens // PAGE <= sum(shape.page_counts) and rows < shape.gpu_batch_size
+            assert (place is not None) == fits
+            if place is not None:
+                owned.append(place)
+        elif owned:
+            place = data.draw(st.sampled_from(owned))
+            if action == "take" and place.reserved_pages:
+                free = set(range(sum(shape.page_counts)))
+                free -= {p for s in owned if s.batch == place.batch for p in s.pages}
+                assert allocator.take_page(place) == min(free)
+            elif action == "release":
+                allocator.release(place)
+                owned.remove(place)
+            elif action == "rewind":
+                pages = len(place.pages) + place.reserved_pages
+                allocator.rewind(place)
+                assert (place.pages, place.length, place.reserved_pages) == ([], 0, pages)
+        for batch in range(2):
+            mine = [s for s in owned if s.batch == batch]
+            slots = [p for s in mine for p in s.pages]
+            assert len(set(slots)) == len(slots)
+            assert len({s.row for s in mine}) == len(mine)
+
+
+def test_runs_join_neighbours() -> None:
+    assert runs([]) == []
+    assert runs([3]) == [(3, 4)]
+    assert runs([0, 1, 2, 5, 7, 8]) == [(0, 3), (5, 6), (7, 9)]
+
+
+def test_pages_must_divide_a_segment() -> None:
+    assert shape_of(1).stride_bytes == shape_of(1).page_bytes
+    with pytest.raises(ValueError, match="page_tokens"):
+        CacheShape(
+            n_layers=1,
+            num_gpu_batches=1,
+            gpu_batch_size=1,
+            n_kv_heads=1,
+            head_dim=8,
+            page_counts=(0, 1, 0),
+            fmt=parse_cache_format("f32"),
+            tail_dtype=torch.float32,
+            page_tokens=48,
+        )
