@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Idle OpenMP workers spin for milliseconds by default. Our disk and copy lanes need those cores meanwhile, and on
+# a machine that does anything else besides, spinning made small passes five times slower (experiments/LOG.md).
+# Read when torch is first imported; a setting of the user's own stays.
+if "GOMP_SPINCOUNT" not in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What users need -> the module that has it.
 _EXPORTS = {
@@ -24,6 +31,10 @@ _EXPORTS = {
     "Policy": "policy.tiers",
     "Tier": "policy.tiers",
     "load_policy": "policy.tiers",
+    "Hardware": "policy.hardware",
+    "SearchResult": "policy.search",
+    "Workload": "policy.workload",
+    "search": "policy.search",
 }
 
 __all__ = ["__version__", *_EXPORTS]
@@ -57,11 +68,15 @@ if TYPE_CHECKING:
     from flexrun.request import Logprob as Logprob
     from flexrun.request import RequestOutput as RequestOutput
     from flexrun.request import SamplingParams as SamplingParams
+    from policy.hardware import Hardware as Hardware
+    from policy.search import SearchResult as SearchResult
+    from policy.search import search as search
     from policy.tiers import Placement as Placement
     from policy.tiers import Plan as Plan
     from policy.tiers import Policy as Policy
     from policy.tiers import Tier as Tier
     from policy.tiers import load_policy as load_policy
+    from policy.workload import Workload as Workload
 
 
 def __getattr__(name: str) -> Any:
