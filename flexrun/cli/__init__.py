@@ -29,6 +29,7 @@ from flexrun.cli.exits import (
 COMMANDS = {
     "batch": "run a file of requests",
     "score": "log-likelihoods of a file of texts",
+    "eval": "accuracy on questions with known answers",
     "lm-eval": "run lm-evaluation-harness",
     "generate": "answer one prompt",
     "info": "describe a model",
