@@ -13,7 +13,7 @@ from offload.units import TensorSpec
 from offload.weights import TensorSlot
 from quant.formats import WeightFormat
 from quant.pack import quantize_rows_into
-from quant.packed import PackedTensor, empty_packed
+from quant.packed import PackedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +66,6 @@ def zero_gaps(packed: PackedTensor) -> None:
     packed.buffer[end:].zero_()
 
 
-def put_rows(dest: PackedTensor, dest_row: int, rows: PackedTensor) -> None:
-    """Copy all rows of a packed tensor into another one of the same format and width."""
-    n = rows.shape[0]
-    for name, part in rows.to_parts().items():
-        target = dest.part(name)
-        if name == "permutation":
-            target.copy_(part)
-        else:
-            target[dest_row : dest_row + n].copy_(part)
-
-
 def row_blocks(start: int, stop: int, row_nbytes: int) -> Iterable[tuple[int, int]]:
     """start..stop cut into ranges of rows that take at most BLOCK_BYTES together (one row at least)."""
     step = max(1, BLOCK_BYTES // max(1, row_nbytes))
@@ -109,7 +98,10 @@ def _fill_packed(plan: TensorPlan, dest: PackedTensor, method: str) -> None:
         row_nbytes = plan.format.nbytes((1, reader.width)) if as_is else 4 * reader.width
         for first, last in row_blocks(piece.start, piece.stop, row_nbytes):
             if as_is:
-                put_rows(dest, first + offset, _packed_rows(reader, first, last, piece.heads))
+                begin, end, chosen = first, last, None
+                if piece.heads:
+                    begin, end, chosen = _permuted_rows(reader.n_rows, piece.heads, first, last)
+                reader.pack_into(dest, first + offset, begin, end, chosen)
             else:
                 values = _values(reader, first, last, piece.heads, torch.float32)
                 quantize_rows_into(dest, first + offset, values, method=method, name=reader.name)
@@ -120,17 +112,6 @@ def _values(reader: RowReader, start: int, stop: int, heads: int, dtype: torch.d
         return reader.values(start, stop, dtype)
     first, last, chosen = _permuted_rows(reader.n_rows, heads, start, stop)
     return reader.values(first, last, dtype)[chosen]
-
-
-def _packed_rows(reader: RowReader, start: int, stop: int, heads: int) -> PackedTensor:
-    if not heads:
-        return reader.packed(start, stop)
-    first, last, chosen = _permuted_rows(reader.n_rows, heads, start, stop)
-    read = reader.packed(first, last)
-    rows = empty_packed(read.format, (stop - start, reader.width))
-    for name, part in rows.to_parts().items():
-        part.copy_(read.part(name) if name == "permutation" else read.part(name)[chosen])
-    return rows
 
 
 def _permuted_rows(n_rows: int, heads: int, start: int, stop: int) -> tuple[int, int, Tensor]:

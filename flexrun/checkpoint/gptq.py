@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexrun.checkpoint.base import Checkpoint, CheckpointError, TensorInfo
 from flexrun.checkpoint.reading import TORCH_DTYPES, read_tensor
-from flexrun.checkpoint.rows import FileRange, read_columns
+from flexrun.checkpoint.rows import FileRange, put_rows, read_columns
 from quant.formats import WeightFormat
 from quant.native import gptq_format, pack_awq, pack_gptq
 from quant.packed import PackedTensor
@@ -71,6 +71,7 @@ class QuantizedReader:
         return self.packed(start, stop).dequantize(dtype)
 
     def packed(self, start: int, stop: int) -> PackedTensor:
+        """Rows start..stop in the native format."""
         first = start // _ROW_STEP * _ROW_STEP
         last = min(-(-stop // _ROW_STEP) * _ROW_STEP, self.n_rows)
         per_word = 32 // 4 if self._method == "awq" else 1
@@ -95,6 +96,12 @@ class QuantizedReader:
         except ValueError as error:
             raise self._error(str(error)) from None
         return rows if (first, last) == (start, stop) else rows.slice_rows(start - first, stop - first)
+
+    def pack_into(
+        self, dest: PackedTensor, dest_row: int, start: int, stop: int, chosen: Tensor | None
+    ) -> None:
+        assert chosen is None, "rows of GPTQ and AWQ tensors lie in order"
+        put_rows(dest, dest_row, self.packed(start, stop))
 
     def where(self, start: int, stop: int) -> FileRange | None:
         return None

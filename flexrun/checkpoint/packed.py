@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from flexrun.checkpoint.base import CheckpointError, TensorInfo, open_data_file
-from flexrun.checkpoint.filling import put_rows, zero_gaps
+from flexrun.checkpoint.filling import zero_gaps
 from flexrun.checkpoint.manifest import WEIGHTS_FILE, PackedManifest, PackedRun, read_manifest, table_key
 from flexrun.checkpoint.reading import read_into
+from flexrun.checkpoint.rows import put_rows
 from flexrun.checkpoint.safetensors import read_header
 from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import ModelConfig

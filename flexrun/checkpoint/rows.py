@@ -17,7 +17,7 @@ from torch import Tensor
 from flexrun.checkpoint.base import CheckpointError, TensorInfo
 from flexrun.checkpoint.reading import MAX_IO_BYTES, TORCH_DTYPES, read_dense, read_into, read_tensor
 from quant.formats import WeightFormat, parse_format
-from quant.native import gguf_format, pack_gguf
+from quant.native import gguf_format, pack_gguf, pack_gguf_rows_into
 from quant.packed import PackedTensor
 
 # How much of a tensor is held unpacked at a time while it is converted, as fp32.
@@ -55,8 +55,10 @@ class RowReader(Protocol):
         """Rows start..stop as floating point: (rows, width), or (rows,) for a vector."""
         ...
 
-    def packed(self, start: int, stop: int) -> PackedTensor:
-        """Rows start..stop in the native format, which is not a plain one."""
+    def pack_into(
+        self, dest: PackedTensor, dest_row: int, start: int, stop: int, chosen: Tensor | None
+    ) -> None:
+        """Rows start..stop (of these `chosen`, if given) into dest, which has the native, packed format."""
         ...
 
     def where(self, start: int, stop: int) -> FileRange | None:
@@ -86,7 +88,9 @@ class PlainReader:
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return read_dense(self._info, dtype, slice(start, stop))
 
-    def packed(self, start: int, stop: int) -> PackedTensor:
+    def pack_into(
+        self, dest: PackedTensor, dest_row: int, start: int, stop: int, chosen: Tensor | None
+    ) -> None:
         raise TypeError(f"tensor {self.name}: {self._info.dtype} is not packed")
 
     def where(self, start: int, stop: int) -> FileRange | None:
@@ -116,7 +120,9 @@ class TransposedReader:
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         return read_columns(self._info, start, stop).to(dtype).t().contiguous()
 
-    def packed(self, start: int, stop: int) -> PackedTensor:
+    def pack_into(
+        self, dest: PackedTensor, dest_row: int, start: int, stop: int, chosen: Tensor | None
+    ) -> None:
         raise TypeError(f"tensor {self.name}: {self._info.dtype} is not packed")
 
     def where(self, start: int, stop: int) -> FileRange | None:
@@ -142,11 +148,18 @@ class GgufReader:
 
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if self.native is not None:
-            return self.packed(start, stop).dequantize(dtype)  # the kernels are several times faster
+            raw = read_tensor(self._info, slice(start, stop))
+            return pack_gguf(raw, self._info.dtype, name=self.name).dequantize(
+                dtype
+            )  # the kernels are several times faster
         return read_dense(self._info, dtype, slice(start, stop))
 
-    def packed(self, start: int, stop: int) -> PackedTensor:
-        return pack_gguf(read_tensor(self._info, slice(start, stop)), self._info.dtype, name=self.name)
+    def pack_into(
+        self, dest: PackedTensor, dest_row: int, start: int, stop: int, chosen: Tensor | None
+    ) -> None:
+        raw = read_tensor(self._info, slice(start, stop))
+        raw = raw if chosen is None else raw.index_select(0, chosen)
+        pack_gguf_rows_into(dest, dest_row, raw, self._info.dtype, name=self.name)
 
     def where(self, start: int, stop: int) -> FileRange | None:
         if self.native is None or self.native.kind != "block":
@@ -157,6 +170,17 @@ class GgufReader:
 
     def read_where(self, start: int, stop: int, out: Tensor) -> None:
         read_into(self._info, out, slice(start, stop))
+
+
+def put_rows(dest: PackedTensor, dest_row: int, rows: PackedTensor) -> None:
+    """Copy all rows of a packed tensor into another one of the same format and width."""
+    n = rows.shape[0]
+    for name, part in rows.to_parts().items():
+        target = dest.part(name)
+        if name == "permutation":
+            target.copy_(part)
+        else:
+            target[dest_row : dest_row + n].copy_(part)
 
 
 def open_rows(info: TensorInfo, *, transposed: bool, unpacked: WeightFormat) -> RowReader:
