@@ -237,6 +237,17 @@ class Engine:
             )
         return max_tokens
 
+    def partial_text(self, request_id: str) -> str:
+        """The text of a running request's first answer that is certain so far; "" before that."""
+        for completion in self._scheduler.running():
+            if (
+                completion.request_id == request_id
+                and completion.index == 0
+                and completion.detokenizer is not None
+            ):
+                return completion.detokenizer.text
+        return ""
+
     def abort(self, request_id: str) -> None:
         """Drop a request, whatever its state; unknown ids are ignored. Not while a step runs."""
         if self._requests.pop(request_id, None) is not None:

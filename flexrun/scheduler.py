@@ -14,6 +14,7 @@ slot already.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flexrun.detokenize import IncrementalDetokenizer
@@ -116,6 +117,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return sum(len(batch) for batch in self._running)
+
+    def running(self) -> Iterator[Completion]:
+        """Sequences that have a slot."""
+        for batch in self._running:
+            yield from batch
 
     def add(self, completion: Completion) -> None:
         self._waiting.append(completion)

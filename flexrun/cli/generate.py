@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flexrun.cli.exits import EXIT_INTERRUPTED, EXIT_OK, UsageError
@@ -97,12 +96,10 @@ def _encode(llm: LLM, args: argparse.Namespace, prompt: str) -> tuple[str | None
 def _stream(llm: LLM, *, write: bool) -> RequestOutput:
     """Run passes until the request has ended, writing what each adds to the first answer."""
     engine = llm.engine
-    # (request id) -> text of its first answer so far, which only ever grows.
-    partial_text: Callable[[str], str] = getattr(engine, "partial_text", lambda request_id: "")
     n_written = 0
     while True:
         finished = engine.step()
-        text = finished[0].outputs[0].text if finished else partial_text(_REQUEST_ID)
+        text = finished[0].outputs[0].text if finished else engine.partial_text(_REQUEST_ID)
         if write:
             if llm.tokenizer is None and finished:
                 text = ",".join(map(str, finished[0].outputs[0].token_ids))

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flexrun.checkpoint import ResolvedModel, open_checkpoint, resolve_model
-from flexrun.cli.exits import EXIT_OK
+from flexrun.cli.exits import EXIT_OK, UsageError
 from flexrun.report import format_count, print_table
 from offload.host import format_bytes
 
@@ -29,16 +29,45 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file, org/name, or a preset's name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--verify", action="store_true", help="read a packed folder whole and compare every checksum"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the description of one model."""
-    description = describe(resolve_model(args.model))
+    """Print the description of one model; with --verify, fail if a checksum does not hold."""
+    model = resolve_model(args.model)
+    description = describe(model)
+    if args.verify:
+        description["verified"] = _verify(model)
     if args.json:
         print(json.dumps(description))
     else:
-        print_table(_rows(description), title=str(description["model"]), stream=sys.stdout)
+        rows = _rows(description)
+        if "verified" in description:
+            rows.append(("verified", f"{description['verified']['units']} checksums hold"))
+        print_table(rows, title=str(description["model"]), stream=sys.stdout)
     return EXIT_OK
+
+
+def _verify(model: ResolvedModel) -> dict[str, Any]:
+    """Checksums of a packed folder's units. CheckpointError names the first that does not hold."""
+    from flexrun.checkpoint.base import CheckpointError
+    from flexrun.checkpoint.packed import verify
+
+    if model.kind != "packed" or model.path is None:
+        raise UsageError(
+            f"--verify compares the checksums of a packed folder; {model.name} is none (flexrun pack)"
+        )
+    report = verify(model.path)
+    if not report.ok:
+        raise CheckpointError(
+            f"{len(report.problems)} of {report.n_runs} checksums do not hold",
+            file=model.path,
+            found="; ".join(report.problems[:3]),
+            remedy="The disk or the copy is damaged; pack the model again",
+        )
+    return {"units": report.n_runs, "bytes": report.nbytes}
 
 
 def describe(model: ResolvedModel) -> dict[str, Any]:
