@@ -213,6 +213,7 @@ class Runtime:
             pool=pool,
             ring_slots=depths.weights,
             staging_slots=depths.weights_staging,
+            scratch_bytes=plan.sizes.scratch_bytes,
         )
         self._stack.callback(weights.close)
         cache = CacheStore(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -219,7 +219,8 @@ class StackedRows:
 class WeightStore:
     """Holds every unit at its home and hands the executor what a unit's forward needs.
 
-    homes: one tier per unit (pinned units are on the first tier whatever they say). Arenas give the memory;
+    homes: one tier per unit (pinned units are on the first tier whatever they say). scratch_bytes: planned size
+    of the buffer for unpacked tensors; it grows to what the largest unit needs. Arenas give the memory;
     everything is taken at construction, nothing later.
     """
 
@@ -235,6 +236,7 @@ class WeightStore:
         pool: DiskPool,
         ring_slots: int = 2,
         staging_slots: int = 2,
+        scratch_bytes: int = 0,
     ) -> None:
         self.units = tuple(units)
         self.device = device
@@ -268,7 +270,7 @@ class WeightStore:
             n_staging = min(staging_slots, len(on_disk))
             self._staging = [arenas[Tier.CPU].take(largest, "weights staging") for _ in range(n_staging)]
         unpacked = [self._scratch_elements(i) for i in range(len(units))]
-        scratch_bytes = max(unpacked, default=0) * compute_dtype.itemsize
+        scratch_bytes = max(scratch_bytes, max(unpacked, default=0) * compute_dtype.itemsize)
         self._scratch = (
             arenas[first].take(scratch_bytes, "unpack scratch").view(compute_dtype) if scratch_bytes else None
         )
@@ -277,6 +279,7 @@ class WeightStore:
                 self._at_home[index] = self._settle(units[index], index, source, home, arenas)
         self._tables = self._make_tables(source, arenas)
         self._ready: tuple[int, Weights] | None = None
+        self._made: dict[tuple[int, int], dict[str, Any]] = {}
 
     def _file(self, path: Path) -> DiskFile:
         if path not in self._files:
@@ -396,29 +399,37 @@ class WeightStore:
         """
         if self._ready is not None and self._ready[0] == index:
             return self._ready[1]
-        layout = self.layouts[index]
-        run = self._ring[slot] if slot >= 0 else self._at_home.get(index)
-        made: dict[str, object] = {}
+        made = dict(self._views(index, slot))
         begin = 0
-        for part in layout.slots:
-            assert run is not None
-            tensor = part.view(run)
+        for part in self.layouts[index].slots:
             if part.is_linear and self._must_unpack(part) and self._worth_unpacking(part, pass_tokens):
                 assert self._scratch is not None
                 n = part.shape[0] * part.shape[1]
                 out = self._scratch[begin : begin + n]
                 begin += n
+                tensor = made[part.name]
                 if part.transposed and isinstance(tensor, Tensor):
                     out.view(part.shape[::-1]).copy_(tensor.t())
-                    tensor = out.view(part.shape[::-1]).t()
+                    made[part.name] = out.view(part.shape[::-1]).t()
                 else:
-                    tensor = unpack(tensor, self.compute_dtype, out.view(part.shape))
-            made[part.name] = tensor
-        for spec in self.units[index].tensors:
-            if spec.kind == "rows":
-                made[spec.name] = self._tables[index, spec.name]
+                    made[part.name] = unpack(tensor, self.compute_dtype, out.view(part.shape))
         self._ready = (index, made)
         return made
+
+    def _views(self, index: int, slot: int) -> dict[str, Any]:
+        """Every tensor and table of a unit as it is stored, where it is now; the views are made once."""
+        key = (index, slot)
+        if key not in self._made:
+            run = self._ring[slot] if slot >= 0 else self._at_home.get(index)
+            views: dict[str, Any] = {}
+            for part in self.layouts[index].slots:
+                assert run is not None
+                views[part.name] = part.view(run)
+            for spec in self.units[index].tensors:
+                if spec.kind == "rows":
+                    views[spec.name] = self._tables[index, spec.name]
+            self._made[key] = views
+        return self._made[key]
 
     def _worth_unpacking(self, part: TensorSlot, pass_tokens: int) -> bool:
         return part.format.is_plain or pass_tokens > crossover_tokens(part.format, self.compute_dtype)
