@@ -39,6 +39,23 @@ bench: venv
 gpu-check:
 	$(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON)) experiments/gpu_check.py
 
+# HELM pins older packages than we use, so it has an environment of its own.
+HELM_VENV ?= .venv-helm
+HELM_PIP  := $(HELM_VENV)/bin/python -m pip --disable-pip-version-check
+
+helm-venv: $(HELM_VENV)/.installed
+
+$(HELM_VENV)/.installed: setup.cfg
+	$(PYTHON) -m venv $(HELM_VENV)
+	$(HELM_PIP) install -q "torch==2.13.0" "torchvision==0.28.0"
+	$(HELM_PIP) install -q "torch==2.13.0" -e ".[helm]" "pytest>=8" "pytest-timeout>=2.3"
+	@# A torchvision built for another torch keeps transformers from being imported; texts need none.
+	$(HELM_VENV)/bin/python -c "import torchvision" 2>/dev/null || $(HELM_PIP) uninstall -q -y torchvision
+	@touch $@
+
+test-helm: helm-venv
+	$(HELM_VENV)/bin/python -m pytest -m helm tests/helm
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HELM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,6 +31,7 @@ COMMANDS = {
     "score": "log-likelihoods of a file of texts",
     "eval": "accuracy on questions with known answers",
     "lm-eval": "run lm-evaluation-harness",
+    "helm": "run HELM scenarios",
     "generate": "answer one prompt",
     "info": "describe a model",
     "pack": "convert a model's weights once",
