@@ -24,6 +24,7 @@ import pulp
 from policy.cost import CostModel, Flow, Pages
 from policy.memory_plan import ATTEND_DEPTH, tier_labels
 from policy.passes import BatchState, mean_passes
+from policy.rings import WeightsRing, weights_rings
 from policy.schedule import Depths, Lane
 from policy.tiers import Placement, Tier
 from policy.workload import Workload
@@ -36,10 +37,12 @@ KINDS = ("weights", "cache", "activations")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """weights_resident: all weights on the first tier, no ring. activations_resident: all hidden states on
-    the first tier, no ring. tails_on_gpu: tails of device batches rest on the gpu (cache.gpu_frac >= 0.5)."""
+    """weights_resident: all weights on the first tier, no ring. ring: else, which of `Problem.rings` the
+    streamed units need. activations_resident: all hidden states on the first tier, no ring. tails_on_gpu:
+    tails of device batches rest on the gpu (cache.gpu_frac >= 0.5)."""
 
     weights_resident: bool = False
+    ring: int = 0
     activations_resident: bool = False
     tails_on_gpu: bool = False
 
@@ -61,6 +64,11 @@ class Problem:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         return tier_labels(self.cost.first_tier)
+
+    @property
+    def rings(self) -> tuple[WeightsRing, ...]:
+        """The rings that streamed weights may need, largest first."""
+        return weights_rings(self.cost.footprint, self.cost.weight_format, self.depths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +110,20 @@ def variants(problem: Problem) -> list[Variant]:
     cost, sizes = problem.cost, problem.cost.sizes
     capacity = cost.hardware.capacity(cost.first_tier)
     free = capacity - sizes.pinned_bytes - sizes.scratch_bytes - sizes.work.nbytes - sizes.logits_bytes
-    weights = [False, True] if sizes.weights_bytes <= free else [False]
+    smaller = [
+        i for i, ring in enumerate(problem.rings) if i and ring.resident_bytes + ring.ring_bytes <= free
+    ]
+    weights = [(False, 0), *((False, i) for i in smaller)]
+    if sizes.weights_bytes <= free:
+        weights.append((True, 0))
     resident = cost.n_batches * sizes.hidden_bytes <= 0.5 * free
     activations = [True] if cost.n_batches == 1 else [False, True] if resident else [False]
     device = cost.n_batches - cost.n_cpu_attention
     half = 0.5 * device * sizes.slots * sizes.layers_page_bytes + device * sizes.layers_tail_bytes
     tails = [False, True] if cost.three and device and half <= free else [False]
     return [
-        Variant(weights_resident=w, activations_resident=a, tails_on_gpu=t)
-        for w in weights
+        Variant(weights_resident=w, ring=r, activations_resident=a, tails_on_gpu=t)
+        for w, r in weights
         for a in activations
         for t in tails
     ]
@@ -133,12 +146,18 @@ class _Program:
     busy: list[Any] = field(default_factory=list)
     excess: dict[Tier, Any] = field(default_factory=dict)
 
+    @property
+    def ring(self) -> WeightsRing:
+        return self.problem.rings[self.variant.ring]
+
     def add(self, row: Any, name: str) -> None:
         self.lp.addConstraint(row, name)
 
 
 def define_fractions(program: _Program) -> None:
     """w, c, a >= 0; sum over tiers = 1 for each; what the variant holds resident is 1 on the first tier.
+
+    w[first] * all units >= the units that are larger than the variant's ring.
 
     Tails on the gpu need c[gpu] >= 1/2, tails elsewhere c[gpu] <= 1/2 (device batches only)."""
     first = program.problem.cost.first_tier
@@ -148,6 +167,9 @@ def define_fractions(program: _Program) -> None:
         program.add(pulp.lpSum(program.fractions[kind].values()) == 1, f"sum_{kind}")
     if program.variant.weights_resident:
         program.add(program.fractions["weights"][first] == 1, "resident_weights")
+    elif program.ring.resident_bytes:
+        share = program.ring.resident_bytes / program.problem.cost.sizes.weights_bytes
+        program.add(program.fractions["weights"][first] >= share, "larger_than_ring")
     if program.variant.activations_resident:
         program.add(program.fractions["activations"][first] == 1, "resident_activations")
     elif program.problem.cost.n_batches > 1:
@@ -244,8 +266,8 @@ def define_lanes(program: _Program) -> None:
 def define_capacities(program: _Program) -> None:
     """Bytes on each tier <= its capacity.
 
-    weights: w[t] * all units + ring of the largest unit on the first tier (unless resident), its staging
-    in cpu memory in proportion to w[disk]; cache: c[t] * arenas + tails + rings in proportion to what is
+    weights: w[t] * all units + the variant's ring on the first tier (unless resident), its staging in cpu
+    memory in proportion to w[disk]; cache: c[t] * arenas + tails + rings in proportion to what is
     away; activations: a[t] * all batches + ring; and the fixed sizes (pinned, tables, scratch, work,
     logits, CPU attention)."""
     problem, variant = program.problem, program.variant
@@ -261,9 +283,9 @@ def define_capacities(program: _Program) -> None:
     for t in problem.tiers:
         put(t, weights[t] * float(sizes.weights_bytes))
     if not variant.weights_resident:
-        put(first, float(min(depths.weights, cost.n_streamable) * sizes.largest_unit_bytes))
+        put(first, float(program.ring.ring_bytes))
         if three:
-            put(Tier.CPU, weights[Tier.DISK] * float(depths.weights_staging * sizes.largest_unit_bytes))
+            put(Tier.CPU, weights[Tier.DISK] * (program.ring.staging_frac * sizes.weights_bytes))
     put(first, float(sizes.pinned_bytes + sizes.scratch_bytes + sizes.work.nbytes + sizes.logits_bytes))
     put(Tier.CPU, float(sizes.tables_bytes))
     n_cpu = cost.n_cpu_attention

@@ -239,11 +239,11 @@ class Searcher:
         tails = cost.n_batches * sizes.layers_tail_bytes
         if any(c < 0 for c in caps.values()) or sizes.weights_bytes + arena + tails > sum(caps.values()):
             return 0.0
-        ring = min(self.depths.weights, cost.n_streamable) * sizes.largest_unit_bytes
-        if sizes.weights_bytes > caps[first] and ring > caps[first]:
-            return 0.0
         if sizes.weights_bytes > caps[first]:
-            caps[first] -= ring
+            rings = [r.ring_bytes for r in problem.rings if r.resident_bytes + r.ring_bytes <= caps[first]]
+            if not rings:
+                return 0.0
+            caps[first] -= min(rings)
         gpu = caps.get(Tier.GPU, 0.0)
         memory = gpu + caps[Tier.CPU] - tails
         if memory < 0:
