@@ -18,6 +18,7 @@ from flexrun.request import (
     FINISH_STOP,
     CompletionOutput,
     Logprob,
+    NumericsError,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -67,17 +68,6 @@ class _Scored:
 def _fed(scored: list[int]) -> list[int]:
     """The tokens to compute for scoring: nothing follows the last one, so only its own score is wanted."""
     return scored[:-1] if len(scored) > 1 else scored
-
-
-class NumericsError(RuntimeError):
-    """The model gave NaN or infinity for some requests. They are dropped; the others go on with the next step.
-
-    request_ids: the requests concerned.
-    """
-
-    def __init__(self, message: str, request_ids: Sequence[str]) -> None:
-        super().__init__(message)
-        self.request_ids = tuple(request_ids)
 
 
 class Engine:

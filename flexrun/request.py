@@ -288,3 +288,14 @@ class RequestOutput:
 
 class RequestError(ValueError):
     """A request that can never run, whatever else happens. The message says what to change."""
+
+
+class NumericsError(RuntimeError):
+    """The model gave NaN or infinity for some requests. They are dropped; the others go on with the next step.
+
+    request_ids: the requests concerned.
+    """
+
+    def __init__(self, message: str, request_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)

@@ -15,6 +15,7 @@ from flexrun.jobs.generation import GenerationJob
 from flexrun.jobs.ids import IdTable, hash64
 from flexrun.jobs.output import JobOutput, OutputError
 from flexrun.jobs.runner import InputChangedError, JobRunner
+from flexrun.request import NumericsError
 
 
 class ListSink:
@@ -235,6 +236,25 @@ def test_results_before_an_engine_failure_stay(tmp_path):
     assert len(kept) == 12
     assert resume(path, lines).resumed == 12
     assert len(read_results(path)) == 40
+
+
+def test_requests_without_usable_logits_become_error_records_and_the_others_go_on(tmp_path):
+    class Overflowing(FakeEngine):
+        """The third line's logits overflow in the second pass."""
+
+        def step(self):
+            if self.n_steps == 1:
+                self.n_steps += 1
+                self.abort("3.0")
+                raise NumericsError("the model gave no usable logits for 3.0", ["3.0"])
+            return super().step()
+
+    path = tmp_path / "out.jsonl"
+    summary = resume(path, prompts(6, max_tokens=3), engine=Overflowing(block_size=4))
+    assert (summary.succeeded, summary.failed) == (5, 1)
+    errors = [r for r in read_results(path).values() if r["error"]]
+    assert [r["custom_id"] for r in errors] == ["r2"]
+    assert errors[0]["error"]["code"] == "no_usable_logits" and errors[0]["error"]["line"] == 3
 
 
 def test_one_result_that_cannot_be_written_does_not_keep_the_others_back():

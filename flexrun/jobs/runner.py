@@ -28,7 +28,7 @@ from flexrun.jobs.lines import (
 )
 from flexrun.jobs.output import OutputError, RecordSink, error_record, success_record
 from flexrun.report import peak_rss_bytes
-from flexrun.request import RequestOutput
+from flexrun.request import NumericsError, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,10 @@ class JobRunner(Generic[R]):
             while not progress.interrupted:
                 self._fill()
                 if self._engine.has_unfinished():
-                    self._write_finished(self._engine.step())
+                    try:
+                        self._write_finished(self._engine.step())
+                    except NumericsError as error:
+                        self._fail_running(error)
                 elif self._exhausted:
                     break
                 progress.seconds = time.monotonic() - started
@@ -339,6 +342,20 @@ class JobRunner(Generic[R]):
         code = error.code if isinstance(error, LineError) else "invalid_request"
         self._sink.append(error_record(identity, code, str(error)))
         self.progress.n_failed += 1
+
+    def _fail_running(self, error: NumericsError) -> None:
+        """Error records for lines whose requests the engine had to drop; the others go on."""
+        for request_id in error.request_ids:
+            found = self._open.pop(request_id, None)
+            if found is None:
+                continue
+            opened = found[0]
+            for other in [name for name, (line, _) in self._open.items() if line is opened]:
+                self._engine.abort(other)  # one prompt without a result leaves the line without one
+                del self._open[other]
+            self.progress.n_open -= 1
+            self._open_bytes -= opened.cost_bytes
+            self._fail(opened.identity, LineError("no_usable_logits", str(error)))
 
     def _write_finished(self, outputs: list[RequestOutput]) -> None:
         """Write what a pass finished; one result that cannot be written does not keep the others back."""
