@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from flexrun.chat import ChatTemplate, encode_chat
-from flexrun.checkpoint.open_model import OpenedModel, open_model
+from flexrun.checkpoint.open_model import OpenedModel, Source, open_model
 from flexrun.checkpoint.packed import PackedSource
 from flexrun.checkpoint.packing import cached_pack
 from flexrun.defaults import Wish, default_policy
@@ -32,6 +32,7 @@ from policy.hardware import Hardware
 from policy.search import SearchResult
 from policy.tiers import Placement, Policy, ScheduleName
 from policy.workload import Workload
+from quant.formats import parse_format
 
 logger = logging.getLogger(__name__)
 
@@ -176,18 +177,7 @@ class LLM:
                 pass_tokens=pass_tokens,
             )
         self.policy = replace(chosen, weight_format=weight_format)
-        source = opened.source
-        if (
-            self.policy.weights.disk_frac > 0
-            and not isinstance(source, PackedSource)
-            and not _streams_as_it_is(opened)
-        ):
-            packed = cached_pack(source, opened.model, folder.parent / "packed", name=opened.name)
-            self.notes.append(
-                f"streaming from the packed copy {packed.path} ({format_bytes(packed.nbytes)}"
-                f"{', made earlier' if packed.reused else ''})"
-            )
-            source = PackedSource(packed.path)
+        source = self._stored_source(opened, weight_format, folder, dummy=dummy_weights)
         self.runtime = Runtime(
             opened.model,
             source,
@@ -210,6 +200,25 @@ class LLM:
             self.tokenizer, eos_token_ids=self.config.eos_token_ids, max_len=self.engine.max_model_len
         )
         self._ids = itertools.count()
+
+    def _stored_source(self, opened: OpenedModel, weight_format: str, folder: Path, *, dummy: bool) -> Source:
+        """Where the weights are read from: the checkpoint, or a packed copy in the cache folder, made once.
+
+        A copy is needed to stream units that are not stored as they are used, and saves quantising again at every
+        start where another packed format was asked for.
+        """
+        source = opened.source
+        if isinstance(source, PackedSource):
+            return source
+        streams = self.policy.weights.disk_frac > 0 and not _streams_as_it_is(opened)
+        quantised = not dummy and weight_format != "auto" and not parse_format(weight_format).is_plain
+        if not streams and not quantised:
+            return source
+        cache = folder.parent if folder == default_disk_dir() else folder
+        packed = cached_pack(source, opened.model, cache / "packed", name=opened.name)
+        made = ", made earlier" if packed.reused else ""
+        self.notes.append(f"weights from the packed copy {packed.path} ({format_bytes(packed.nbytes)}{made})")
+        return PackedSource(packed.path)
 
     @property
     def max_model_len(self) -> int:
