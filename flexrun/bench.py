@@ -57,6 +57,7 @@ class BenchResult:
     resources: dict[str, dict[str, float]]
     bound_seconds: float
     whole_run_bound_seconds: float
+    peak_rss: int  # of the run, before the calibration allocates anything
     llm: LLM
     notes: list[str] = field(default_factory=list)
 
@@ -98,7 +99,7 @@ class BenchResult:
             "planned_bytes": {tier: a.planned_bytes for tier, a in audit.items()},
             "measured_bytes": {tier: a.measured_bytes for tier, a in audit.items()},
             "allowance_bytes": {tier: a.allowance_bytes for tier, a in audit.items()},
-            "peak_rss_bytes": peak_rss_bytes(),
+            "peak_rss_bytes": self.peak_rss,
             "bound_seconds": self.bound_seconds,
             "whole_run_bound_seconds": self.whole_run_bound_seconds,
             "efficiency_frac": self.efficiency_frac,
@@ -144,6 +145,7 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
     llm.runtime.device.synchronize()
     wall = time.perf_counter() - began
     llm.runtime.executor.drain()
+    peak = peak_rss_bytes()
     phases = [
         Phase(name=name, passes=p[0], tokens=p[1], rows=p[2], seconds=p[3], lanes=p[4])
         for name, p in totals.items()
@@ -164,6 +166,7 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
         resources=resources,
         bound_seconds=bound,
         whole_run_bound_seconds=whole,
+        peak_rss=peak,
         llm=llm,
     )
 
