@@ -42,7 +42,9 @@ def cached_kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def fingerprint() -> str:
     """Sixteen hex digits that change whenever a kernel or the formats' layout may have changed."""
     digest = hashlib.sha256()
-    for path in sorted([*_SOURCES.glob("kernels*.py"), *_SOURCES.glob("*_jit.py"), _SOURCES / "formats.py"]):
+    for path in sorted(
+        [*_SOURCES.glob("kernels*.py"), *_SOURCES.glob("*_jit.py"), *_SOURCES.glob("*formats.py")]
+    ):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
+from quant.kernel_cache import cached_kernel
 from quant.kernels_attention_tiles import (
     K_CODES,
     K_MIN,
@@ -200,7 +201,7 @@ def _end_segment(out_acc: Any, out_state: Any, state: Any, acc: Any, row: int, t
                     out_acc[g, plane * row + start + lane] = value
 
 
-@njit(cache=True)
+@cached_kernel()
 def _attend_segment(
     q: Any,
     out_acc: Any,
@@ -349,7 +350,7 @@ def _merge(out: Any, partial_acc: Any, partial_state: Any, begin: int, end: int)
                 out[g, d] /= total
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_kernel(parallel=True, nogil=True)
 def decode_attention(
     q: Any,
     out: Any,

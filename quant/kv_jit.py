@@ -12,6 +12,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from quant.kernel_cache import cached_kernel
 from quant.kernels_kv_simd import (
     TAGS,
     add8,
@@ -59,7 +60,7 @@ def extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_kernel(parallel=True, nogil=True)
 def _extremes_of_tokens(
     x: int, n_blocks: int, page_tokens: int, head_dim: int, low: int, high: int, tag: Any
 ) -> None:
@@ -89,7 +90,7 @@ def _row_extremes(row: int, head_dim: int, tag: Any) -> Any:
     return -max_lanes(sub8(splat8(_F32), least)) + bad, max_lanes(greatest) + bad
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_kernel(parallel=True, nogil=True)
 def _extremes_of_channels(
     x: int, n_blocks: int, page_tokens: int, head_dim: int, low: int, high: int, tag: Any
 ) -> None:
@@ -157,7 +158,7 @@ def encode_codes(
     )
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_kernel(parallel=True, nogil=True)
 def _encode_blocks(
     x: int,
     n_pages: int,
@@ -287,7 +288,7 @@ def gather(
         )
 
 
-@njit(parallel=True, cache=True, nogil=True)
+@cached_kernel(parallel=True, nogil=True)
 def _gather_pages(
     addresses: Any,
     sequences: Any,
