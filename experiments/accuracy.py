@@ -1,6 +1,6 @@
 """What compression costs: weight error, perplexity and next-token agreement, for every weight and cache format.
 
-    python -m experiments.accuracy [--model GGUF] [--texts 6] [--tokens 1000] [--weights-only | --cache-only]
+    python -m experiments.accuracy [--model GGUF] [--texts 6] [--tokens 1000] [--weights LIST] [--cache LIST]
 
 Perplexity and agreement are those of the model on English text of Python's standard library (pydoc topics),
 beside its own values dequantised to fp32. Weight error is the relative RMSE on seeded Gaussian, Laplace and
@@ -125,8 +125,8 @@ def main() -> None:
     parser.add_argument("--model", default=str(home))
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--weights-only", action="store_true")
-    parser.add_argument("--cache-only", action="store_true")
+    parser.add_argument("--weights", default=",".join(WEIGHT_FORMATS), help="weight formats, with commas")
+    parser.add_argument("--cache", default=",".join(CACHE_FORMATS), help="cache formats, with commas")
     args = parser.parse_args()
     errors = weight_errors()
     print(f"{'weight error':14} {'gaussian':>20} {'laplace':>20} {'student-t':>20}   search / min-max (gain)")
@@ -138,17 +138,15 @@ def main() -> None:
     reference = measure(args.model, args.texts, args.tokens, weight_format="f32", cache_format="f32")
     result: dict[str, Any] = {"weight_errors": errors, "weights": {}, "cache": {}}
     print(f"{'format':14} {'bits':>6} {'perplexity':>11} {'change':>8} {'agreement':>10} {'tokens/s':>9}")
-    if not args.cache_only:
-        for fmt in WEIGHT_FORMATS:
-            found = measure(args.model, args.texts, args.tokens, weight_format=fmt, cache_format="f32")
-            row = compare(found, reference) | {"bits_per_weight": parse_format(fmt).bits_per_weight()}
-            result["weights"][fmt] = row
-            show(fmt, row["bits_per_weight"], row)
-    if not args.weights_only:
-        for fmt in CACHE_FORMATS:
-            found = measure(args.model, args.texts, args.tokens, weight_format="f32", cache_format=fmt)
-            result["cache"][fmt] = compare(found, reference)
-            show(f"cache {fmt}", 0.0, result["cache"][fmt])
+    for fmt in filter(None, args.weights.split(",")):
+        found = measure(args.model, args.texts, args.tokens, weight_format=fmt, cache_format="f32")
+        row = compare(found, reference) | {"bits_per_weight": parse_format(fmt).bits_per_weight()}
+        result["weights"][fmt] = row
+        show(fmt, row["bits_per_weight"], row)
+    for fmt in filter(None, args.cache.split(",")):
+        found = measure(args.model, args.texts, args.tokens, weight_format="f32", cache_format=fmt)
+        result["cache"][fmt] = compare(found, reference)
+        show(f"cache {fmt}", 0.0, result["cache"][fmt])
     print(json.dumps(result))
 
 
