@@ -17,7 +17,6 @@ import torch
 from flexrun.llm import LLM
 from flexrun.report import peak_rss_bytes
 from flexrun.request import SamplingParams
-from offload.disk import Extent
 from offload.profile import (
     copy_bytes_per_s,
     gemm_seconds,
@@ -257,4 +256,4 @@ def _disk_rate(llm: LLM) -> float:
     return read_bytes_per_s(pieces, buffer)
 
 
-__all__ = ["BenchResult", "Extent", "Phase", "run_bench"]
+__all__ = ["BenchResult", "Phase", "run_bench"]

@@ -28,7 +28,6 @@ class Wish:
     gpu_batch_size: int | None = None
     num_gpu_batches: int | None = None
     cache_format: str = "auto"
-    weight_format: str = "auto"
     cpu_attention_frac: float = 0.0
     overlap: bool = True
     schedule: ScheduleName = "refill"

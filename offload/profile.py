@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.device import Device
-from offload.disk import DiskFile, DiskPool, Extent, read_extents, write_extents
+from offload.disk import DiskFile, Extent, read_extents, write_extents
 from offload.memory import Arena
 from policy.tiers import Tier
 from quant.formats import WeightFormat
@@ -120,7 +120,6 @@ def copy_bytes_per_s(device: Device, *, upload: bool, n_bytes: int = 64 << 20) -
 
 
 __all__ = [
-    "DiskPool",
     "best_seconds",
     "copy_bytes_per_s",
     "gemm_seconds",
