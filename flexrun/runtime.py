@@ -61,7 +61,7 @@ def layout_footprint(model: Model, source: WeightSource, name: str) -> ModelFoot
     units: list[UnitFootprint] = []
     for unit in model.units:
         layout = source.layout(unit)
-        shapes = tuple((s.shape[0], s.shape[1]) for s in layout.slots if s.is_linear)
+        shapes = layout.linear_shapes
         vector_bytes = sum(s.nbytes for s in layout.slots if not s.is_linear)
         tables = sum(
             aligned_bytes(source.table_format(spec).nbytes(spec.shape))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 if TYPE_CHECKING:
     import torch
 
-    from quant.packed import PackedTensor
+    from quant.packed import PackedTensor, StackedTensor
 
 TensorKind = Literal["linear", "vector", "rows"]
 
@@ -35,7 +35,8 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a unit. Its parts, stacked along the first dimension, make up `shape`.
+    """One tensor of a unit. Its parts, stacked along the first dimension, make up `shape`. Parts of a linear
+    tensor may be stored in different formats.
 
     kind: "linear" (out_features, in_features), may be packed, streamed with its unit;
         "vector": one-dimensional (norms, biases), kept in the checkpoint's floating type;
@@ -65,7 +66,7 @@ class RowTable(Protocol):
         ...
 
 
-Weight: TypeAlias = "torch.Tensor | PackedTensor | RowTable"
+Weight: TypeAlias = "torch.Tensor | PackedTensor | StackedTensor | RowTable"
 Weights: TypeAlias = Mapping[
     str, Any
 ]  # name -> Weight; Any because a unit knows which kind each of its names is

@@ -1,9 +1,10 @@
 """The weight store: units at home on a tier, streamed through rings of slots to the compute device.
 
 A unit's tensors lie in one run of bytes, each at a multiple of 64 (`UnitLayout`), the same in memory, in a
-ring slot and in a packed file; what a unit's forward receives are views of that run. Formats stay packed until
-they are on the compute device. There, linear tensors whose stored format is not the compute type are unpacked
-once per pass into one scratch buffer where many tokens use them, and multiplied packed where few do.
+ring slot and in a packed file; what a unit's forward receives are views of that run. A linear tensor whose parts
+are stored in different formats takes a slot for each run of rows in one format, and stays so. Formats stay packed
+until they are on the compute device. There, linear tensors whose stored format is not the compute type are
+unpacked once per pass into one scratch buffer where many tokens use them, and multiplied packed where few do.
 
 Tables (embeddings) are gathered row by row where they rest: from memory, from the head slices of a tied model
 wherever those are at home, or row by row from disk.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from offload.units import TensorSpec, Unit, Weights
 from policy.tiers import Tier
 from quant.formats import WeightFormat, parse_format
 from quant.linear import crossover_tokens, unpack
-from quant.packed import PackedTensor
+from quant.packed import PackedTensor, StackedTensor
 
 TENSOR_ALIGN_BYTES = 64
 UNIT_ALIGN_BYTES = 4096
@@ -39,10 +40,18 @@ def align_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+RowRuns: TypeAlias = tuple[tuple[int, WeightFormat], ...]
+"""How the rows of a matrix are stored, from the first on: (number of rows, their format) of each run."""
+
+StoredAs: TypeAlias = WeightFormat | RowRuns
+"""How a tensor is stored: in one format, or in several runs of rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
-    """Where one tensor of a unit lies in the unit's bytes.
+    """Where a tensor of a unit, or a run of its rows in one format, lies in the unit's bytes.
 
+    shape: of the rows that lie here; row_start: the first of them within the tensor.
     transposed: a plain linear tensor stored (in_features, out_features), as its checkpoint has it.
     """
 
@@ -53,9 +62,10 @@ class TensorSlot:
     nbytes: int
     is_linear: bool
     transposed: bool = False
+    row_start: int = 0
 
     def view(self, run: Tensor) -> Tensor | PackedTensor:
-        """The tensor inside the unit's run of bytes (uint8), without a copy."""
+        """The rows inside the unit's run of bytes (uint8), without a copy."""
         raw = run[self.offset_bytes : self.offset_bytes + self.nbytes]
         if not self.format.is_plain:
             return PackedTensor(self.format, (self.shape[0], self.shape[1]), raw)
@@ -65,19 +75,75 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """All tensors of a unit but its tables, in one run of nbytes."""
+    """All tensors of a unit but its tables, in one run of nbytes; slots of one tensor lie one after the other.
+
+    Raises ValueError if the slots of a tensor are not its rows in order, from the first on.
+    """
 
     slots: tuple[TensorSlot, ...]
     nbytes: int
 
+    def __post_init__(self) -> None:
+        for name, slots in self.tensors.items():
+            row = 0
+            for slot in slots:
+                alike = slot.shape[1:] == slots[0].shape[1:] and slot.is_linear == slots[0].is_linear
+                if slot.row_start != row or not alike or (len(slots) > 1 and not slot.is_linear):
+                    raise ValueError(
+                        f"tensor {name} is in pieces that do not make up a matrix: rows from {slot.row_start} of "
+                        f"shape {slot.shape} follow {row} rows of shape {slots[0].shape}"
+                    )
+                row += slot.shape[0]
+
     @property
-    def linear_elements(self) -> int:
-        return sum(slot.shape[0] * slot.shape[1] for slot in self.slots if slot.is_linear)
+    def tensors(self) -> dict[str, tuple[TensorSlot, ...]]:
+        """Tensor name -> its slots: one for each run of rows in one format, in order."""
+        found: dict[str, tuple[TensorSlot, ...]] = {}
+        for slot in self.slots:
+            found[slot.name] = (*found.get(slot.name, ()), slot)
+        return found
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor name -> shape of the whole tensor."""
+        return {
+            name: (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+            if len(slots) > 1
+            else slots[0].shape
+            for name, slots in self.tensors.items()
+        }
+
+    @property
+    def linear_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(out_features, in_features) of the linear tensors."""
+        shapes = self.shapes
+        return tuple(
+            (shapes[name][0], shapes[name][1]) for name, slots in self.tensors.items() if slots[0].is_linear
+        )
+
+    @property
+    def stored_as(self) -> dict[str, StoredAs]:
+        """Tensor name -> its format, or its runs of rows."""
+        return {
+            name: slots[0].format
+            if len(slots) == 1
+            else tuple((slot.shape[0], slot.format) for slot in slots)
+            for name, slots in self.tensors.items()
+        }
+
+    def views(self, run: Tensor) -> dict[str, Tensor | PackedTensor | StackedTensor]:
+        """All tensors inside the unit's run of bytes (uint8), without a copy."""
+        return {name: joined([slot.view(run) for slot in slots]) for name, slots in self.tensors.items()}
+
+
+def joined(parts: Sequence[Tensor | PackedTensor]) -> Tensor | PackedTensor | StackedTensor:
+    """Runs of rows as one weight: the run itself where there is only one."""
+    return parts[0] if len(parts) == 1 else StackedTensor(tuple(parts))
 
 
 def unit_layout(
     specs: Sequence[TensorSpec],
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, StoredAs],
     transposed: frozenset[str] = frozenset(),
 ) -> UnitLayout:
     """Lay a unit's tensors out in order: formats by tensor name; `transposed` names stay (in, out)."""
@@ -86,20 +152,28 @@ def unit_layout(
     for spec in specs:
         if spec.kind == "rows":
             continue
-        fmt = formats[spec.name]
-        nbytes = fmt.nbytes(spec.shape)
-        slots.append(
-            TensorSlot(
-                name=spec.name,
-                shape=spec.shape,
-                format=fmt,
-                offset_bytes=end_bytes,
-                nbytes=nbytes,
-                is_linear=spec.kind == "linear",
-                transposed=spec.name in transposed,
+        stored = formats[spec.name]
+        runs = stored if isinstance(stored, tuple) else ((spec.shape[0], stored),)
+        row = 0
+        for n_rows, fmt in runs:
+            shape = (n_rows, *spec.shape[1:])
+            nbytes = fmt.nbytes(shape)
+            slots.append(
+                TensorSlot(
+                    name=spec.name,
+                    shape=shape,
+                    format=fmt,
+                    offset_bytes=end_bytes,
+                    nbytes=nbytes,
+                    is_linear=spec.kind == "linear",
+                    transposed=spec.name in transposed,
+                    row_start=row,
+                )
             )
-        )
-        end_bytes = align_up(end_bytes + nbytes, TENSOR_ALIGN_BYTES)
+            row += n_rows
+            end_bytes = align_up(end_bytes + nbytes, TENSOR_ALIGN_BYTES)
+        if row != spec.shape[0]:
+            raise ValueError(f"{spec.name} has {spec.shape[0]} rows, its formats are given for {row}")
     return UnitLayout(slots=tuple(slots), nbytes=align_up(end_bytes, UNIT_ALIGN_BYTES))
 
 
@@ -277,6 +351,7 @@ class WeightStore:
         for index, home in enumerate(self.homes):
             if home is not Tier.DISK and self.layouts[index].nbytes:
                 self._at_home[index] = self._settle(units[index], index, source, home, arenas)
+        self._foreign = [self._foreign_tensors(layout) for layout in self.layouts]
         self._tables = self._make_tables(source, arenas)
         self._ready: tuple[int, Weights] | None = None
         self._made: dict[tuple[int, int], dict[str, Any]] = {}
@@ -310,6 +385,14 @@ class WeightStore:
     def _scratch_elements(self, index: int) -> int:
         layout = self.layouts[index]
         return sum(s.shape[0] * s.shape[1] for s in layout.slots if s.is_linear and self._must_unpack(s))
+
+    def _foreign_tensors(self, layout: UnitLayout) -> dict[str, tuple[TensorSlot, ...]]:
+        """The linear tensors of which some rows are not of the compute type."""
+        return {
+            name: slots
+            for name, slots in layout.tensors.items()
+            if slots[0].is_linear and any(self._must_unpack(slot) for slot in slots)
+        }
 
     def _must_unpack(self, slot: TensorSlot) -> bool:
         return slot.format.name != DTYPE_FORMATS[self.compute_dtype]
@@ -401,18 +484,13 @@ class WeightStore:
             return self._ready[1]
         made = dict(self._views(index, slot))
         begin = 0
-        for part in self.layouts[index].slots:
-            if part.is_linear and self._must_unpack(part) and self._worth_unpacking(part, pass_tokens):
+        for name, slots in self._foreign[index].items():
+            chosen = [self._must_unpack(s) and self._worth_unpacking(s, pass_tokens) for s in slots]
+            n = sum(s.shape[0] * s.shape[1] for s, wanted in zip(slots, chosen, strict=True) if wanted)
+            if n:
                 assert self._scratch is not None
-                n = part.shape[0] * part.shape[1]
-                out = self._scratch[begin : begin + n]
+                made[name] = _unpacked(made[name], slots, chosen, self._scratch[begin : begin + n])
                 begin += n
-                tensor = made[part.name]
-                if part.transposed and isinstance(tensor, Tensor):
-                    out.view(part.shape[::-1]).copy_(tensor.t())
-                    made[part.name] = out.view(part.shape[::-1]).t()
-                else:
-                    made[part.name] = unpack(tensor, self.compute_dtype, out.view(part.shape))
         self._ready = (index, made)
         return made
 
@@ -422,9 +500,9 @@ class WeightStore:
         if key not in self._made:
             run = self._ring[slot] if slot >= 0 else self._at_home.get(index)
             views: dict[str, Any] = {}
-            for part in self.layouts[index].slots:
+            if self.layouts[index].slots:
                 assert run is not None
-                views[part.name] = part.view(run)
+                views.update(self.layouts[index].views(run))
             for spec in self.units[index].tensors:
                 if spec.kind == "rows":
                     views[spec.name] = self._tables[index, spec.name]
@@ -439,6 +517,34 @@ class WeightStore:
         self._ready = None
 
 
+def _unpacked(
+    stored: Tensor | PackedTensor | StackedTensor,
+    slots: Sequence[TensorSlot],
+    chosen: Sequence[bool],
+    place: Tensor,
+) -> Tensor | PackedTensor | StackedTensor:
+    """A weight whose `chosen` runs of rows are unpacked into place (flat, of the compute type) one after the other.
+
+    Where all are chosen, they lie there as one plain matrix.
+    """
+    parts = list(stored.parts) if isinstance(stored, StackedTensor) else [stored]
+    begin = 0
+    for i, (part, slot, wanted) in enumerate(zip(parts, slots, chosen, strict=True)):
+        if not wanted:
+            continue
+        n = slot.shape[0] * slot.shape[1]
+        out = place[begin : begin + n]
+        begin += n
+        if slot.transposed and isinstance(part, Tensor):
+            out.view(slot.shape[::-1]).copy_(part.t())
+            parts[i] = out.view(slot.shape[::-1]).t()
+        else:
+            parts[i] = unpack(part, place.dtype, out.view(slot.shape))
+    if len(parts) > 1 and all(chosen) and not any(slot.transposed for slot in slots):
+        return place.view(-1, slots[0].shape[1])
+    return joined(parts)
+
+
 def _first(piece: tuple[int, int, TensorSlot]) -> int:
     return piece[0]
 
@@ -447,7 +553,9 @@ __all__ = [
     "DiskRows",
     "Extent",
     "MemoryRows",
+    "RowRuns",
     "StackedRows",
+    "StoredAs",
     "TensorSlot",
     "UnitLayout",
     "WeightSource",

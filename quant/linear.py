@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quant.formats import WeightFormat
-from quant.packed import PackedTensor, numpy_views, write_rows
+from quant.kernel_choice import has_native_bf16, has_numba
+from quant.packed import PackedTensor, StackedTensor, numpy_views, write_rows
 
 # Largest number of tokens for which the few-token kernel is the faster, measured on two cores with AVX2: at 64
 # tokens it won for every format by 20 to 25%, at 96 it was level, at 128 it lost by 2 to 12%.
@@ -30,24 +31,31 @@ _CROSSOVER_TOKENS_NATIVE_BF16 = 16
 def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
     """Tokens up to which `linear` multiplies with the packed weight as it is; 0 for plain formats.
 
-    From there on it pays to unpack the weight once and multiply by the BLAS.
+    From there on it pays to unpack the weight once and multiply by the BLAS; 0 too without numba.
     """
-    if format.is_plain:
+    if format.is_plain or not has_numba():
         return 0
     if dtype == torch.bfloat16:
-        return _CROSSOVER_TOKENS_NATIVE_BF16 if _has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
+        return _CROSSOVER_TOKENS_NATIVE_BF16 if has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
     return _CROSSOVER_TOKENS_F32
 
 
 def linear(
-    x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None = None, *, scratch: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | PackedTensor | StackedTensor,
+    bias: Tensor | None = None,
+    *,
+    scratch: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x (tokens, in) times weight (out, in) transposed, plus bias (out,): (tokens, out) in x's dtype.
 
-    weight is a tensor of any float dtype or a PackedTensor, on x's device. scratch: flat, contiguous, of x's
+    weight is a tensor of any float dtype, a PackedTensor or a StackedTensor, on x's device; each part of a stacked
+    one is multiplied as it is stored, into its own columns of the result. scratch: flat, contiguous, of x's
     dtype, at least `in` elements, best out * in; the unpacked weight lives there, piece by piece if it must
-    (allocated if None). On the CPU a token's result in the few-token kernel does not depend on the others.
-    Raises ValueError for shapes, devices or a scratch that do not fit.
+    (allocated if None). out: where the result goes, (tokens, out) of x's dtype; its rows may be further apart than
+    they are long. On the CPU a token's result in the few-token kernel does not depend on the others.
+    Raises ValueError for shapes, devices, a scratch or an out that do not fit.
     """
     if isinstance(weight, PackedTensor) and weight.format.is_plain:
         weight = weight.part("data")
@@ -58,24 +66,41 @@ def linear(
         )
     if x.device != weight.device:
         raise ValueError(f"x is on {x.device}, the weight on {weight.device}; bring them to one device")
+    if out is not None and (
+        out.shape != (x.shape[0], weight.shape[0]) or out.dtype != x.dtype or out.device != x.device
+    ):
+        raise ValueError(
+            f"out must be {(x.shape[0], weight.shape[0])}, {x.dtype}, on {x.device}; got {tuple(out.shape)}, "
+            f"{out.dtype}, on {out.device}"
+        )
+    if isinstance(weight, StackedTensor):
+        out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+        for start, stop, part in weight.ranges():
+            cut = None if bias is None else bias[start:stop]
+            linear(x, part, cut, scratch=scratch, out=out[:, start:stop])
+        return out
     if isinstance(weight, Tensor):
         if weight.dtype == x.dtype:
-            return F.linear(x, weight, bias)
-        return _unpack_and_multiply(x, weight, bias, scratch)
+            return _multiply(x, weight, bias, out)
+        return _unpack_and_multiply(x, weight, bias, scratch, out)
     permutation = weight.permutation
     if permutation is not None:
         # The columns of x are put in packed order, so that neither path has to reorder the weight.
         x = x.index_select(1, permutation.to(torch.int64))
     if x.device.type == "cpu" and 0 < x.shape[0] <= crossover_tokens(weight.format, x.dtype):
-        return _few_tokens(x, weight, bias)
-    return _unpack_and_multiply(x, weight, bias, scratch)
+        return _few_tokens(x, weight, bias, out)
+    return _unpack_and_multiply(x, weight, bias, scratch, out)
 
 
-def unpack(weight: Tensor | PackedTensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def unpack(
+    weight: Tensor | PackedTensor | StackedTensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """The values of a weight in dtype, in out if given (contiguous, of dtype, with as many elements, any shape).
 
     Without out, a tensor that is of dtype already is returned as it is.
     """
+    if isinstance(weight, StackedTensor):
+        return weight.dequantize(dtype, out)
     if isinstance(weight, PackedTensor):
         if weight.format.is_plain:
             weight = weight.part("data")
@@ -91,11 +116,21 @@ def unpack(weight: Tensor | PackedTensor, dtype: torch.dtype, out: Tensor | None
     return out.view(weight.shape).copy_(weight)
 
 
-def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """A weight of x's dtype. The BLAS takes a row stride for its result: columns of a wider out need no copy."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
+
+
+def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     from quant.kernels_decode import layout_of
     from quant.kernels_numba import few_tokens
 
     rows, cols = weight.shape
+    # Few numbers beside the weight's: a kernel of its own for results with strides would not pay.
     y = torch.empty((x.shape[0], rows), dtype=torch.float32)
     if y.numel():
         few_tokens(
@@ -106,16 +141,21 @@ def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
         )
     if bias is not None:
         y += bias
-    return y.to(x.dtype)
+    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def _unpack_and_multiply(
-    x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, scratch: Tensor | None
+    x: Tensor,
+    weight: Tensor | PackedTensor,
+    bias: Tensor | None,
+    scratch: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Unpack to the scratch as many rows as fit, multiply, go on. Packed columns stay in packed order."""
     rows, cols = weight.shape
     if x.shape[0] == 0 or rows == 0 or cols == 0:
-        return x.new_zeros(x.shape[0], rows) if bias is None else bias.expand(x.shape[0], rows).to(x.dtype)
+        out = x.new_empty(x.shape[0], rows) if out is None else out
+        return out.zero_() if bias is None else out.copy_(bias.expand(x.shape[0], rows))
     if scratch is None:
         scratch = torch.empty(rows * cols, dtype=x.dtype, device=x.device)
     if scratch.dtype != x.dtype or scratch.device != x.device or scratch.dim() != 1 or scratch.numel() < cols:
@@ -124,7 +164,9 @@ def _unpack_and_multiply(
             f"{scratch.dtype} on {scratch.device} of shape {tuple(scratch.shape)}"
         )
     step = min(rows, scratch.numel() // cols)
-    products = []
+    if step < rows and out is None:
+        out = x.new_empty(x.shape[0], rows)
+    product = out
     for start in range(0, rows, step):
         end = min(start + step, rows)
         piece = scratch[: (end - start) * cols].view(end - start, cols)
@@ -132,9 +174,7 @@ def _unpack_and_multiply(
             write_rows(weight, piece, row_start=start, in_order=False)
         else:
             piece.copy_(weight[start:end])
-        products.append(F.linear(x, piece, None if bias is None else bias[start:end].to(x.dtype)))
-    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
-
-
-def _has_native_bf16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        cut = None if bias is None else bias[start:end].to(x.dtype)
+        product = _multiply(x, piece, cut, None if out is None else out[:, start:end])
+    assert product is not None
+    return product if out is None else out

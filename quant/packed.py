@@ -1,15 +1,21 @@
-"""PackedTensor: one weight matrix in one buffer of bytes, viewed in place on whatever device the bytes lie."""
+"""PackedTensor: one weight matrix in one buffer of bytes, viewed in place on whatever device the bytes lie.
+
+A matrix whose row ranges are stored differently is a StackedTensor of these and of plain tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quant.formats import PartSpec, WeightFormat
+from quant.kernel_choice import has_numba
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,7 +87,7 @@ class PackedTensor:
         out, if given, is a contiguous tensor of that dtype, device and number of elements, whatever its shape; it
         is filled and returned as (rows, cols). Raises ValueError for an out that does not fit.
         """
-        out = self._check_out(self.shape, dtype, out)
+        out = _check_out(self.shape, dtype, self.device, out)
         if self.format.is_plain:
             return out.copy_(self.part("data"))
         write_rows(self, out)
@@ -103,7 +109,7 @@ class PackedTensor:
                 f"row ids must be in 0..{rows - 1}, got {int(flat.min())}..{int(flat.max())}; is the vocabulary "
                 "of the tokenizer larger than the model's?"
             )
-        out = self._check_out((flat.numel(), cols), dtype, out)
+        out = _check_out((flat.numel(), cols), dtype, self.device, out)
         if self.format.is_plain:
             out.copy_(self.part("data").index_select(0, flat))
         else:
@@ -125,23 +131,52 @@ class PackedTensor:
         raw = self.buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
         return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
 
-    def _check_out(self, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        if dtype not in _OUT_DTYPES:
-            raise ValueError(f"weights are unpacked to float32, bfloat16 or float16, not to {dtype}")
-        if out is None:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        needed = 1
-        for n in shape:
-            needed *= n
-        fits = (
-            out.dtype == dtype and out.device == self.device and out.is_contiguous() and out.numel() == needed
-        )
-        if not fits:
-            raise ValueError(
-                f"out must be contiguous, {dtype}, on {self.device}, with {needed} elements; got {out.dtype} on "
-                f"{out.device} of shape {tuple(out.shape)}, contiguous: {out.is_contiguous()}"
-            )
-        return out.view(shape)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedTensor:
+    """A weight matrix whose rows are stored in several formats: plain or packed matrices, one below the other.
+
+    parts: matrices (rows of the part, cols) of one width on one device. Raises ValueError if they are not.
+    """
+
+    parts: tuple[Tensor | PackedTensor, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("a stacked tensor needs at least one part")
+        first = self.parts[0]
+        for part in self.parts:
+            if len(part.shape) != 2 or part.shape[1] != first.shape[1] or part.device != first.device:
+                raise ValueError(
+                    "parts of a stacked tensor are matrices of one width on one device; got "
+                    f"{tuple(first.shape)} on {first.device} and {tuple(part.shape)} on {part.device}"
+                )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def ranges(self) -> Iterator[tuple[int, int, Tensor | PackedTensor]]:
+        """(first row, one past the last row, part) of each part."""
+        start = 0
+        for part in self.parts:
+            stop = start + part.shape[0]
+            yield start, stop, part
+            start = stop
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+        """All values, (rows, cols), in dtype; out as for `PackedTensor.dequantize`."""
+        out = _check_out(self.shape, dtype, self.device, out)
+        for start, stop, part in self.ranges():
+            if isinstance(part, PackedTensor):
+                part.dequantize(dtype, out[start:stop])
+            else:
+                out[start:stop].copy_(part)
+        return out
 
 
 def empty_packed(
@@ -207,11 +242,12 @@ def write_rows(
     if out.numel() == 0:
         return
     if packed.device.type != "cpu":
-        from quant.kernels_torch import dequantize_rows
+        _write_rows_on_device(packed, out, row_ids, row_start, in_order)
+        return
+    if not has_numba():
+        from quant.kernels_torch import write_rows as write_rows_in_torch
 
-        if row_ids is None:
-            row_ids = torch.arange(row_start, row_start + out.shape[0], device=packed.device)
-        out.copy_(dequantize_rows(packed, row_ids, in_order=in_order))
+        write_rows_in_torch(packed, out, row_ids, row_start, in_order)
         return
     from quant.kernels_decode import layout_of
     from quant.kernels_numba import dequantize
@@ -228,6 +264,46 @@ def write_rows(
     )
     if target is not out:
         out.copy_(target)
+
+
+def _write_rows_on_device(
+    packed: PackedTensor, out: Tensor, row_ids: Tensor | None, row_start: int, in_order: bool
+) -> None:
+    """Affine formats by Triton's kernel where there is one for the device, all others by torch's operations."""
+    has_kernel = packed.device.type in ("cuda", "xpu") and packed.format.kind == "affine"
+    if has_kernel and out.is_contiguous() and has_triton():
+        from quant import kernels_triton
+
+        kernels_triton.dequantize_rows(packed, out, row_ids=row_ids, row_start=row_start, in_order=in_order)
+        return
+    from quant.kernels_torch import write_rows as write_rows_in_torch
+
+    write_rows_in_torch(packed, out, row_ids, row_start, in_order)
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported."""
+    return find_spec("triton") is not None
+
+
+def _check_out(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, out: Tensor | None
+) -> Tensor:
+    if dtype not in _OUT_DTYPES:
+        raise ValueError(f"weights are unpacked to float32, bfloat16 or float16, not to {dtype}")
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    needed = 1
+    for n in shape:
+        needed *= n
+    fits = out.dtype == dtype and out.device == device and out.is_contiguous() and out.numel() == needed
+    if not fits:
+        raise ValueError(
+            f"out must be contiguous, {dtype}, on {device}, with {needed} elements; got {out.dtype} on "
+            f"{out.device} of shape {tuple(out.shape)}, contiguous: {out.is_contiguous()}"
+        )
+    return out.view(shape)
 
 
 _EMPTY_I32 = torch.empty(0, dtype=torch.int32)

@@ -13,6 +13,9 @@ SIMPLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 # Where the fp16 numbers of a super-block lie; all other bytes may be anything.
 K_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
+# Standard deviation of values in units of a super-block's scale, where all other bytes are random.
+K_STEPS = {"Q4_K": 350, "Q5_K": 700, "Q6_K": 1350}
+
 LLAMA: dict[str, Any] = {
     "block_count": 2,
     "embedding_length": 256,
@@ -35,23 +38,34 @@ LLAMA_SHAPES = {
 VOCAB = 70
 
 
-def quantized_blocks(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
-    """uint8 (rows, bytes per row) of finite values."""
+def quantized_blocks(
+    kind: str, shape: tuple[int, int], rng: np.random.Generator, spread: float | None = None
+) -> np.ndarray:
+    """uint8 (rows, bytes per row) of finite values. spread: about their standard deviation."""
     if kind in SIMPLE_TYPES:
-        values = rng.standard_normal(shape).astype(np.float32)
+        values = rng.standard_normal(shape).astype(np.float32) * np.float32(spread or 1.0)
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // 256, block_bytes), dtype=np.uint8)
     for begin in K_HALVES[kind]:
-        scales = rng.standard_normal(len(blocks)).astype(np.float16)
+        scales = rng.standard_normal(len(blocks))
+        scales = (scales if spread is None else scales * spread / K_STEPS[kind]).astype(np.float16)
         blocks[:, begin : begin + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(shape[0], -1)
 
 
 def write_llama_gguf(
-    path: Path, kinds: dict[str, str], *, table: str = "Q8_0", tied: bool = True
+    path: Path,
+    kinds: dict[str, str],
+    *,
+    table: str = "Q8_0",
+    tied: bool = True,
+    spread: float | None = None,
 ) -> dict[str, torch.Tensor]:
-    """A GGUF llama with matrices of these types (stem -> type, "" for all others); returns the values."""
+    """A GGUF llama with matrices of these types (stem -> type, "" for all others); returns the values.
+
+    A stem may name its layer: "0.attn_v". spread: about the standard deviation of quantised values.
+    """
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in LLAMA.items():
@@ -66,7 +80,7 @@ def write_llama_gguf(
             values[name] = torch.from_numpy(array)
             writer.add_tensor(name, array)
             return
-        blocks = quantized_blocks(kind, shape, rng)
+        blocks = quantized_blocks(kind, shape, rng, spread)
         quant_type = gguf.GGMLQuantizationType[kind]
         values[name] = torch.from_numpy(gguf.quants.dequantize(blocks, quant_type).copy())
         writer.add_tensor(name, blocks, raw_dtype=quant_type)
@@ -79,7 +93,8 @@ def write_llama_gguf(
     add_matrix("token_embd.weight", (VOCAB, 256), table)
     for layer in range(2):
         for stem, shape in LLAMA_SHAPES.items():
-            add_matrix(f"blk.{layer}.{stem}.weight", shape, kinds.get(stem, kinds[""]))
+            kind = kinds.get(f"{layer}.{stem}", kinds.get(stem, kinds[""]))
+            add_matrix(f"blk.{layer}.{stem}.weight", shape, kind)
         add_norm(f"blk.{layer}.attn_norm.weight")
         add_norm(f"blk.{layer}.ffn_norm.weight")
     add_norm("output_norm.weight")

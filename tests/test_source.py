@@ -18,8 +18,9 @@ from flexrun.checkpoint.source import CheckpointSource
 from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import config_from_checkpoint
 from offload.weights import UnitLayout, WeightSource
+from quant.linear import linear
 from quant.pack import quantize
-from quant.packed import PackedTensor
+from quant.packed import PackedTensor, StackedTensor
 
 
 def filled(source: WeightSource, unit: Any) -> dict[str, Any]:
@@ -28,7 +29,12 @@ def filled(source: WeightSource, unit: Any) -> dict[str, Any]:
     run = torch.full((layout.nbytes,), 0xA5, dtype=torch.uint8)
     source.fill(unit, run)
     assert_gaps_are_zero(layout, run)
-    return {slot.name: slot.view(run) for slot in layout.slots}
+    return layout.views(run)
+
+
+def named(stored: Any) -> Any:
+    """The name of a tensor's format, or (rows, name) of each run of rows."""
+    return tuple((n, fmt.name) for n, fmt in stored) if isinstance(stored, tuple) else stored.name
 
 
 def assert_gaps_are_zero(layout: UnitLayout, run: torch.Tensor) -> None:
@@ -73,7 +79,7 @@ def test_every_family_is_filled_bit_for_bit(family: str, tmp_path: Path) -> None
 
 
 def as_values(view: Any) -> torch.Tensor:
-    return view.dequantize() if isinstance(view, PackedTensor) else view.float()
+    return view.dequantize() if isinstance(view, PackedTensor | StackedTensor) else view.float()
 
 
 @pytest.mark.usefixtures("block_rows")
@@ -121,7 +127,7 @@ def test_names_with_any_prefix(prefix: str, tmp_path: Path) -> None:
     assert_same_weights(CheckpointSource(open_checkpoint(folder), model), model, tensors)
 
 
-def test_mixed_types_take_the_wider_one(tmp_path: Path) -> None:
+def test_each_part_of_a_matrix_keeps_its_type_and_vectors_take_the_wider(tmp_path: Path) -> None:
     model = tiny_model("llama")
     tensors = random_tensors(model, torch.bfloat16)
     layer = "layers.0.self_attn."
@@ -133,21 +139,32 @@ def test_mixed_types_take_the_wider_one(tmp_path: Path) -> None:
     )
     folder = write_folder(tmp_path / "m", "llama", tensors)
     source = CheckpointSource(open_checkpoint(folder), model)
-    formats = {f"{u.name}/{n}": f.name for u in model.units for n, f in source.formats_of(u).items()}
+    formats = {f"{u.name}/{n}": named(f) for u in model.units for n, f in source.formats_of(u).items()}
     changed = {name: fmt for name, fmt in formats.items() if fmt != "bf16"}
     assert changed == {
-        "layers.0.attn/qkv": "f32",
-        "layers.0.mlp/gate_up": "f32",
+        "layers.0.attn/qkv": ((48, "f16"), (48, "bf16")),
+        "layers.0.mlp/gate_up": ((56, "bf16"), (56, "f32")),
         "final/norm.weight": "f32",
     }
+    assert not source.notes
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
     for unit in model.units:
         for name, view in filled(source, unit).items():
             spec = next(spec for spec in unit.tensors if spec.name == name)
-            wide = {name: tensor.double() for name, tensor in tensors.items()}
-            assert torch.equal(view.double(), build_tensor(spec, wide)), name
-            assert (source.extents(unit) is None) == (
-                unit.name in ("layers.0.attn", "layers.0.mlp", "final", "layers.1.mlp")
-            )
+            assert torch.equal(as_values(view).double(), build_tensor(spec, wide)), name
+        assert (source.extents(unit) is None) == (unit.name in ("final", "layers.1.mlp"))
+
+
+def test_biases_of_different_types_are_one_vector(tmp_path: Path) -> None:
+    model = tiny_model("llama-tied")
+    tensors = random_tensors(model, torch.bfloat16)
+    name = "layers.0.self_attn.k_proj.bias"
+    tensors[name] = tensors[name].half()
+    source = CheckpointSource(open_checkpoint(write_folder(tmp_path / "m", "llama-tied", tensors)), model)
+    assert named(source.formats_of(model.units[1])["qkv.bias"]) == "f32"
+    spec = next(spec for spec in model.units[1].tensors if spec.name == "qkv.bias")
+    wide = {name: tensor.float() for name, tensor in tensors.items()}
+    assert torch.equal(filled(source, model.units[1])["qkv.bias"], build_tensor(spec, wide))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -273,21 +290,55 @@ def test_gguf_types_are_kept_bit_for_bit(kind: str, tmp_path: Path) -> None:
     assert (source.extents(model.units[2]) is not None) == as_stored
 
 
-def test_parts_quantised_differently_lose_nothing(tmp_path: Path) -> None:
-    values = write_llama_gguf(tmp_path / "m.gguf", {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K"})
+@pytest.mark.usefixtures("block_rows")
+def test_parts_quantised_differently_stay_as_they_are(tmp_path: Path) -> None:
+    kinds = {"": "Q4_K", "attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0"}
+    values = write_llama_gguf(tmp_path / "m.gguf", kinds)
     source, model = gguf_source(tmp_path / "m.gguf")
     assert_same_values(source, model, values)
-    assert {n: f.name for n, f in source.formats_of(model.units[1]).items()} == {
+    assert {n: named(f) for n, f in source.formats_of(model.units[1]).items()} == {
         "attn_norm.weight": "f32",
-        "qkv": "f32",
+        "qkv": ((256 + 128, "q4_k"), (128, "q6_k")),
         "out": "q4_k",
     }
-    assert source.formats_of(model.units[2])["down"].name == "q6_k"
-    assert len(source.notes) == 1 and "Q4_K + Q6_K" in source.notes[0]
+    assert named(source.formats_of(model.units[2])["gate_up"]) == (
+        (512, "int4-g32-sym"),
+        (512, "int8-g32-sym"),
+    )
+    assert named(source.formats_of(model.units[2])["down"]) == "q6_k"
+    assert not source.notes
+    for unit in model.units[1:3]:
+        for slot in source.layout(unit).slots:
+            assert slot.nbytes == slot.format.nbytes(slot.shape)
+
+
+def test_a_type_without_a_format_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+    values = write_llama_gguf(tmp_path / "m.gguf", {"": "Q4_K", "attn_q": "Q2_K", "attn_v": "Q3_K"})
+    source, model = gguf_source(tmp_path / "m.gguf")
+    assert_same_values(source, model, values)
+    assert named(source.formats_of(model.units[1])["qkv"]) == ((256, "f32"), (128, "q4_k"), (128, "f32"))
+    assert len(source.notes) == 2 and all("no packed form" in note for note in source.notes)
     narrow, _ = gguf_source(tmp_path / "m.gguf", unpacked_format="bf16")
+    assert named(narrow.formats_of(model.units[1])["qkv"]) == ((256, "bf16"), (128, "q4_k"), (128, "bf16"))
     qkv = next(spec for spec in model.units[1].tensors if spec.name == "qkv")
-    got = filled(narrow, model.units[1])["qkv"]
-    assert torch.equal(got, build_tensor(qkv, values).bfloat16())
+    got, expected = as_values(filled(narrow, model.units[1])["qkv"]), build_tensor(qkv, values)
+    assert torch.equal(got[:256], expected[:256].bfloat16().float())
+    assert torch.equal(got[256:384], expected[256:384])
+
+
+def test_parts_of_a_block_format_are_read_where_they_lie(tmp_path: Path) -> None:
+    """A disk read of an MLP of Q4_K and Q5_K parts fills the unit as `fill` does."""
+    write_llama_gguf(tmp_path / "m.gguf", {"": "Q4_K", "ffn_up": "Q5_K"})
+    source, model = gguf_source(tmp_path / "m.gguf")
+    extents = source.extents(model.units[2])
+    assert extents is not None
+    run = torch.zeros(source.unit_nbytes(model.units[2]), dtype=torch.uint8)
+    for extent in extents:
+        data = extent.file.read_bytes()[extent.offset_bytes : extent.offset_bytes + extent.nbytes]
+        run[extent.dest_offset :][: extent.nbytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    expected = torch.zeros_like(run)
+    source.fill(model.units[2], expected)
+    assert torch.equal(run, expected)
 
 
 def test_gguf_converted_to_another_format(tmp_path: Path) -> None:
@@ -350,13 +401,16 @@ def test_awq_is_kept_as_it_is(tmp_path: Path) -> None:
 
 
 def test_gptq_act_order(tmp_path: Path) -> None:
-    """q, k and v share a column order and stay packed together; gate and up do not here."""
+    """q, k and v share a column order and are one matrix; gate and up do not here, and each keeps its own."""
     source, model, values = write_quantized(tmp_path / "m", "gptq", desc_act=True, orders={"up_proj": 9})
     assert_same_values(source, model, values)
-    assert source.formats_of(model.units[1])["qkv"].name == "int4-g32-zp-perm"
-    assert source.formats_of(model.units[2])["gate_up"].name == "f32"
-    assert source.formats_of(model.units[2])["down"].name == "int4-g32-zp-perm"
-    assert len(source.notes) == 1 and "GPTQ" in source.notes[0]
+    assert named(source.formats_of(model.units[1])["qkv"]) == "int4-g32-zp-perm"
+    assert named(source.formats_of(model.units[2])["gate_up"]) == ((96, "int4-g32-zp-perm"),) * 2
+    assert named(source.formats_of(model.units[2])["down"]) == "int4-g32-zp-perm"
+    assert not source.notes
+    gate_up = filled(source, model.units[2])["gate_up"]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(linear(x, gate_up), x @ gate_up.dequantize().t(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

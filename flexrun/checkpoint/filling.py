@@ -18,7 +18,7 @@ from quant.packed import PackedTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows start..stop of a source, at dest_row of a tensor. heads: see TensorPart.unpermute_heads."""
+    """Rows start..stop of a source, at dest_row of a plan's rows. heads: see TensorPart.unpermute_heads."""
 
     reader: RowReader
     start: int
@@ -29,16 +29,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """How one tensor of a unit is stored and what it is made of."""
+    """How a run of rows of one tensor of a unit (often all of them) is stored and what it is made of."""
 
     spec: TensorSpec
     format: WeightFormat
     pieces: tuple[Piece, ...]
     transposed: bool
 
+    @property
+    def n_rows(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
 
 def fill_tensor(plan: TensorPlan, slot: TensorSlot, run: Tensor, method: str) -> None:
-    """Write one tensor into its slot of a unit's run. method: the quantiser, should one be needed."""
+    """Write a plan's rows into their slot of a unit's run. method: the quantiser, should one be needed."""
     view = slot.view(run)
     if isinstance(view, PackedTensor):
         zero_gaps(view)

@@ -1,5 +1,8 @@
 """manifest.json of a packed model folder: what lies where in its one file of weights.
 
+A tensor in several formats has a slot for each run of its rows, under one name, told apart by row_start. That
+needed no new version: an older flexrun finds a tensor of another shape than it asks for, and refuses the folder.
+
 The manifest is written last, so its presence means that everything else is complete. It names a format
 version, the source and how it was converted, the model's configuration, and for every unit and table the
 place, size and checksum of its bytes, and the layout within. Needs torch only through offload.weights.
@@ -30,6 +33,7 @@ class PackedRun:
     """One unit's run of bytes, or one table, at a multiple of UNIT_ALIGN_BYTES of the file.
 
     checksum: "crc32:" and eight hex digits. A table has one slot, and its bytes may end before its space does.
+    Raises ValueError if the slots of a tensor do not make up a whole.
     """
 
     name: str
@@ -37,6 +41,9 @@ class PackedRun:
     nbytes: int
     checksum: str
     slots: tuple[TensorSlot, ...]
+
+    def __post_init__(self) -> None:
+        UnitLayout(slots=self.slots, nbytes=self.nbytes)
 
     @property
     def layout(self) -> UnitLayout:
@@ -205,6 +212,7 @@ def _run_to_dict(run: PackedRun) -> dict[str, Any]:
                 "nbytes": slot.nbytes,
                 "is_linear": slot.is_linear,
                 "transposed": slot.transposed,
+                "row_start": slot.row_start,
             }
             for slot in run.slots
         ],
@@ -239,6 +247,8 @@ def _slot_from_dict(values: Mapping[str, Any]) -> TensorSlot:
         nbytes=_size(values["nbytes"]),
         is_linear=bool(values["is_linear"]),
         transposed=bool(values["transposed"]),
+        # Folders packed before tensors could be in several formats say nothing: every slot is a whole tensor.
+        row_start=_size(values.get("row_start", 0)),
     )
 
 

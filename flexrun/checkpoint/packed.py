@@ -21,7 +21,7 @@ from flexrun.checkpoint.safetensors import read_header
 from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import ModelConfig
 from offload.units import TensorSpec, Unit
-from offload.weights import Extent, TensorSlot, UnitLayout
+from offload.weights import Extent, StoredAs, TensorSlot, UnitLayout
 from quant.formats import WeightFormat
 from quant.packed import PackedTensor
 
@@ -54,9 +54,9 @@ class PackedSource:
         """Identity of what was packed: its source's fingerprint."""
         return self.manifest.source_fingerprint
 
-    def formats_of(self, unit: Unit) -> dict[str, WeightFormat]:
-        """Tensor name -> format, tables included."""
-        formats = {slot.name: slot.format for slot in self.layout(unit).slots}
+    def formats_of(self, unit: Unit) -> dict[str, StoredAs]:
+        """Tensor name -> format, or runs of rows in several, tables included."""
+        formats = self.layout(unit).stored_as
         return {
             spec.name: self.table_format(spec) if spec.kind == "rows" else formats[spec.name]
             for spec in unit.tensors
@@ -140,7 +140,7 @@ class PackedSource:
         if stored is None:
             raise self._damaged(f"unit {unit.name} is missing", f"{len(self.manifest.units)} units")
         wanted = {spec.name: spec.shape for spec in unit.tensors if spec.kind != "rows"}
-        found = {slot.name: slot.shape for slot in stored.slots}
+        found = stored.layout.shapes
         if wanted != found:
             raise self._damaged(f"unit {unit.name} has other tensors", f"{found}", f"{wanted}")
         for spec in unit.tensors:

@@ -163,8 +163,8 @@ def cached_pack(
 ) -> PackedFolder:
     """The packed form of `source` in a cache folder, made once and found again by `key` (`cache_key`).
 
-    Processes that want the same one wait for the first. A damaged or outdated entry is made anew. Raises as
-    `pack_model` does.
+    Processes that want the same one wait for the first. An entry that is damaged, or that lays its tensors out in
+    another way than the source does now, is made anew. Raises as `pack_model` does.
     """
     cache_folder = Path(cache_folder).absolute()
     key = cache_key(source) if key is None else key
@@ -174,9 +174,16 @@ def cached_pack(
     with exclusive(cache_folder / f".{key}.lock"):
         if is_packed_folder(folder):
             with contextlib.suppress(CheckpointError):
-                if PackedSource(folder).fingerprint() == source.fingerprint():
+                if _is_current(PackedSource(folder), source, model):
                     return PackedFolder(path=folder, nbytes=_folder_nbytes(folder), reused=True)
         return pack_model(source, model, folder, name=name, overwrite=True, progress=progress)
+
+
+def _is_current(packed: PackedSource, source: PackableSource, model: DecoderModel) -> bool:
+    """Whether a packed folder holds what packing the source would give."""
+    return packed.fingerprint() == source.fingerprint() and all(
+        packed.layout(unit) == source.layout(unit) for unit in model.units
+    )
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:

@@ -1,13 +1,14 @@
 """A checkpoint as a source of weights: each unit's tensors in one run of bytes, stacked, cut and converted.
 
 What a tensor is stored as is decided from headers alone, so that sizes are exact before anything is read.
+Parts of one stacked tensor that a checkpoint stores differently stay as they are, each a run of rows of its own.
 Filling streams: bytes that lie in the file as they are wanted are read straight into the run, everything else
 passes through row blocks of at most 32 MiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from flexrun.checkpoint.rows import FileRange, RowReader, TransposedReader, open
 from flexrun.model.assemble import DecoderModel
 from flexrun.model.mapping import match_tensors
 from offload.units import TensorPart, TensorSpec, Unit
-from offload.weights import Extent, TensorSlot, UnitLayout, unit_layout
+from offload.weights import Extent, StoredAs, TensorSlot, UnitLayout, unit_layout
 from quant.formats import WeightFormat, parse_format
 from quant.pack import METHODS
 
@@ -29,11 +30,12 @@ AUTO = "auto"
 class CheckpointSource:
     """Weights of a Hugging Face or GGUF checkpoint for a built model (offload.weights.WeightSource).
 
-    weight_format: "auto" keeps what the checkpoint has, bit for bit where a format for it exists; a plain or
+    weight_format: "auto" keeps what the checkpoint has, bit for bit where a format for it exists, and each part of
+        a stacked matrix by itself; a plain or
         affine format's name converts all matrices and tables while they are filled in. Vectors always keep
         the checkpoint's floating type.
-    unpacked_format: the plain format for quantised tensors that cannot stay packed (types without a format,
-        or stacked from parts quantised differently). f32 loses nothing; bf16 suits bf16 arithmetic.
+    unpacked_format: the plain format for quantised tensors that cannot stay packed (types without a format).
+        f32 loses nothing; bf16 suits bf16 arithmetic.
     method: the quantiser of affine formats, "search" or "minmax".
     notes: what was decided that the user may want to know.
     Raises ModelConfigError where names or shapes do not match the model, CheckpointError for tensors that
@@ -67,15 +69,15 @@ class CheckpointSource:
         self._readers: dict[tuple[str, bool], RowReader] = {
             (name, transposed): reader for name, reader in quantized.items() for transposed in (False, True)
         }
-        self._mixed: dict[str, set[str]] = {}
-        self._plans: dict[str, dict[str, TensorPlan]] = {
+        self._unkept: dict[str, set[str]] = {}  # stored types without a format -> what they are held as
+        self._plans: dict[str, dict[str, tuple[TensorPlan, ...]]] = {
             unit.name: {spec.name: self._plan(spec) for spec in unit.tensors} for unit in model.units
         }
         self._tables = {
-            plan.spec.parts: plan
-            for plans in self._plans.values()
-            for plan in plans.values()
-            if plan.spec.kind == "rows"
+            spec.parts: self._plans[unit.name][spec.name][0]
+            for unit in model.units
+            for spec in unit.tensors
+            if spec.kind == "rows"
         }
         self.notes = tuple(self._make_notes())
 
@@ -85,9 +87,12 @@ class CheckpointSource:
 
     # -- what is stored --------------------------------------------------------------------------------
 
-    def formats_of(self, unit: Unit) -> dict[str, WeightFormat]:
-        """Tensor name -> format, tables included."""
-        return {name: plan.format for name, plan in self._plans[unit.name].items()}
+    def formats_of(self, unit: Unit) -> dict[str, StoredAs]:
+        """Tensor name -> format, or runs of rows in several, tables included."""
+        return {
+            name: plans[0].format if len(plans) == 1 else tuple((plan.n_rows, plan.format) for plan in plans)
+            for name, plans in self._plans[unit.name].items()
+        }
 
     def unit_nbytes(self, unit: Unit) -> int:
         """Bytes of the unit's run (tables are apart)."""
@@ -95,7 +100,7 @@ class CheckpointSource:
 
     def layout(self, unit: Unit) -> UnitLayout:
         plans = self._plans[unit.name]
-        transposed = frozenset(name for name, plan in plans.items() if plan.transposed)
+        transposed = frozenset(name for name, runs in plans.items() if runs[0].transposed)
         return unit_layout(unit.tensors, self.formats_of(unit), transposed)
 
     def table_format(self, spec: TensorSpec) -> WeightFormat:
@@ -103,10 +108,8 @@ class CheckpointSource:
 
     def extents(self, unit: Unit) -> list[Extent] | None:
         """Where the unit lies in the checkpoint's files, if all of it lies there as it is stored."""
-        plans = self._plans[unit.name]
         found: list[Extent] = []
-        for slot in self.layout(unit).slots:
-            plan = plans[slot.name]
+        for slot, plan in self._slots(unit, self.layout(unit)):
             offset = slot.offset_bytes
             for piece in plan.pieces:
                 where = _place(plan, piece)
@@ -123,6 +126,11 @@ class CheckpointSource:
                 offset += where.nbytes
         return _merged(found)
 
+    def _slots(self, unit: Unit, layout: UnitLayout) -> Iterator[tuple[TensorSlot, TensorPlan]]:
+        """The slots of a unit's layout, each with what goes into it."""
+        for name, slots in layout.tensors.items():
+            yield from zip(slots, self._plans[unit.name][name], strict=True)
+
     # -- filling ---------------------------------------------------------------------------------------
 
     def fill(self, unit: Unit, run: Tensor) -> None:
@@ -132,10 +140,10 @@ class CheckpointSource:
                 f"unit {unit.name} takes {layout.nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
             )
         end = 0
-        for slot in layout.slots:
+        for slot, plan in self._slots(unit, layout):
             run[end : slot.offset_bytes].zero_()
             end = slot.offset_bytes + slot.nbytes
-            fill_tensor(self._plans[unit.name][slot.name], slot, run, self.method)
+            fill_tensor(plan, slot, run, self.method)
         run[end:].zero_()
 
     def fill_table(self, spec: TensorSpec, run: Tensor) -> None:
@@ -170,21 +178,36 @@ class CheckpointSource:
             self._readers[name, transposed] = open_rows(info, transposed=transposed, unpacked=self._unpacked)
         return self._readers[name, transposed]
 
-    def _plan(self, spec: TensorSpec) -> TensorPlan:
-        pieces: list[Piece] = []
-        row = 0
-        for part in spec.parts:
-            reader = self._reader(part, spec.transposed and len(spec.shape) == 2)
+    def _plan(self, spec: TensorSpec) -> tuple[TensorPlan, ...]:
+        """What a tensor is made of: one plan for each run of rows in one format, in order."""
+        runs: list[tuple[WeightFormat, list[Piece]]] = []
+        row = 0  # within the run
+        readers = [self._reader(part, spec.transposed and len(spec.shape) == 2) for part in spec.parts]
+        whole = self._whole_format(spec, readers)
+        for part, reader in zip(spec.parts, readers, strict=True):
+            fmt = whole if whole is not None else _kept_format(reader)
             for start, stop in self._row_ranges(spec, part, reader):
-                pieces.append(
+                if not runs or not (
+                    runs[-1][0] == fmt and (whole is not None or _joinable(runs[-1][1][0].reader, reader))
+                ):
+                    runs.append((fmt, []))
+                    row = 0
+                runs[-1][1].append(
                     Piece(reader=reader, start=start, stop=stop, dest_row=row, heads=part.unpermute_heads)
                 )
                 row += stop - start
-        assert row == spec.shape[0], f"{spec.name}: {row} rows of {spec.shape[0]}"
-        fmt = self._format(spec, [piece.reader for piece in pieces])
-        whole = len(pieces) == 1 and pieces[0].stop - pieces[0].start == pieces[0].reader.n_rows
-        transposed = fmt.is_plain and whole and isinstance(pieces[0].reader, TransposedReader)
-        return TensorPlan(spec=spec, format=fmt, pieces=tuple(pieces), transposed=transposed)
+        plans = tuple(
+            TensorPlan(
+                spec=spec,
+                format=fmt,
+                pieces=tuple(pieces),
+                transposed=len(runs) == 1 and fmt.is_plain and _is_whole_transposed(pieces),
+            )
+            for fmt, pieces in runs
+        )
+        n_rows = sum(plan.n_rows for plan in plans)
+        assert n_rows == spec.shape[0], f"{spec.name}: {n_rows} rows of {spec.shape[0]}"
+        return plans
 
     def _row_ranges(self, spec: TensorSpec, part: TensorPart, reader: RowReader) -> list[tuple[int, int]]:
         if part.rows is None:
@@ -194,23 +217,21 @@ class CheckpointSource:
         step = info.shape[1] if info is not None and len(info.shape) == 3 and len(spec.shape) == 2 else 1
         return [(start * step, stop * step) for start, stop in part.rows]
 
-    def _format(self, spec: TensorSpec, readers: Sequence[RowReader]) -> WeightFormat:
-        if spec.kind != "vector" and self._wanted is not None:
+    def _whole_format(self, spec: TensorSpec, readers: Sequence[RowReader]) -> WeightFormat | None:
+        """The one format of all of a tensor's rows; None where each part keeps its own."""
+        if spec.kind == "vector":
+            return _widest([_kept_format(reader) for reader in readers])
+        if self._wanted is not None:
             return self._wanted
-        native = readers[0].native
-        if native is not None and all(_joinable(reader, readers[0]) for reader in readers):
-            return native
-        stored = {reader.stored_type for reader in readers if reader.quantized}
-        fmt = _widest([reader.plain for reader in readers])
-        if stored:
-            self._mixed.setdefault(" + ".join(sorted(stored)), set()).add(fmt.name)
-        return fmt
+        for reader in readers:
+            if reader.native is None and reader.quantized:
+                self._unkept.setdefault(reader.stored_type, set()).add(reader.plain.name)
+        return None
 
-    def _make_notes(self) -> Iterable[str]:
-        for stored, formats in sorted(self._mixed.items()):
-            why = "parts of one matrix are quantised differently" if "+" in stored else "no packed form"
+    def _make_notes(self) -> Iterator[str]:
+        for stored, formats in sorted(self._unkept.items()):
             yield (
-                f"{stored} tensors are held as {', '.join(sorted(formats))} ({why}); "
+                f"{stored} tensors are held as {', '.join(sorted(formats))} (no packed form); "
                 "--weight-format int8-g32 or int4-g64 makes them small again"
             )
 
@@ -225,13 +246,23 @@ def _writable(name: str) -> WeightFormat:
     return fmt
 
 
+def _kept_format(reader: RowReader) -> WeightFormat:
+    """The format that keeps a tensor as it is, or the plain one that holds its values."""
+    return reader.plain if reader.native is None else reader.native
+
+
 def _joinable(reader: RowReader, first: RowReader) -> bool:
-    """Whether two tensors can be rows of one in their native format."""
-    if reader.native != first.native:
-        return False
+    """Whether two tensors of one format can be rows of one: only columns in the same order can."""
     if reader.permutation is None or first.permutation is None:
         return reader.permutation is first.permutation
     return torch.equal(reader.permutation, first.permutation)
+
+
+def _is_whole_transposed(pieces: Sequence[Piece]) -> bool:
+    """Whether these are all rows of one tensor that lies as (in_features, out_features)."""
+    piece = pieces[0]
+    whole = len(pieces) == 1 and piece.stop - piece.start == piece.reader.n_rows
+    return whole and isinstance(piece.reader, TransposedReader)
 
 
 def _widest(formats: Sequence[WeightFormat]) -> WeightFormat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from flexrun.model.schema import LayerConfig, ModelConfig
 from flexrun.model.specs import UnitSpec, unit_specs
@@ -12,8 +13,11 @@ from quant.formats import parse_format
 
 PLAIN_FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
-# (unit, tensor, the weight format asked for) -> the format that the tensor is stored in.
-FormatOf = Callable[[UnitSpec, TensorSpec, str], str]
+StoredAs: TypeAlias = str | Sequence[tuple[int, str]]
+"""The format that a tensor is stored in, or (rows, format) of each run of its rows."""
+
+FormatOf = Callable[[UnitSpec, TensorSpec, str], StoredAs]
+"""(unit, tensor, the weight format asked for) -> how the tensor is stored."""
 
 
 def native_format(config: ModelConfig) -> str:
@@ -76,13 +80,14 @@ def model_footprint(
     """The planner's view of the model.
 
     weight_formats: formats to weigh besides the native one. native: the checkpoint's own format, by default
-        the plain one that its configuration states. format_of: what each tensor is stored in when a format
-        is asked for; by default linear tensors take that format, vectors and tables stay in the native
-        plain type (f32 where the native format is not plain).
+        the plain one that its configuration states; any name, such as "mixed", where format_of knows what it
+        means. format_of: how each tensor is stored when a format is asked for, each run of rows in a format of
+        its own if it has several; by default linear tensors take that format, vectors and tables stay in the
+        native plain type (f32 where the native format is not plain).
     Raises ValueError for a format that does not exist or cannot hold a tensor.
     """
     native = native or native_format(config)
-    plain = native if parse_format(native).is_plain else "f32"
+    plain = native if format_of is None and parse_format(native).is_plain else "f32"
     formats = tuple(dict.fromkeys((native, *weight_formats)))
 
     def default_format_of(unit: UnitSpec, spec: TensorSpec, asked: str) -> str:
@@ -105,8 +110,13 @@ def model_footprint(
 def _unit_footprint(
     config: ModelConfig, unit: UnitSpec, formats: Sequence[str], format_of: FormatOf
 ) -> UnitFootprint:
-    def nbytes(spec: TensorSpec, asked: str) -> int:
-        return parse_format(format_of(unit, spec, asked)).nbytes(spec.shape)
+    def sizes(spec: TensorSpec, asked: str) -> list[int]:
+        """Bytes of each run of rows: in the store, each is aligned by itself."""
+        stored = format_of(unit, spec, asked)
+        runs = [(spec.shape[0], stored)] if isinstance(stored, str) else stored
+        if sum(n for n, _ in runs) != spec.shape[0]:
+            raise ValueError(f"{unit.name}: {spec.name} has {spec.shape[0]} rows, its formats are for {runs}")
+        return [parse_format(fmt).nbytes((n, *spec.shape[1:])) for n, fmt in runs]
 
     streamed = [spec for spec in unit.tensors if spec.kind != "rows"]
     # Rows of a tied embedding are gathered from the head's slices.
@@ -127,9 +137,11 @@ def _unit_footprint(
         layer=unit.layer,
         kind=unit.kind,
         linear_shapes=tuple((spec.shape[0], spec.shape[1]) for spec in streamed if spec.kind == "linear"),
-        vector_bytes=sum(nbytes(spec, formats[0]) for spec in vectors),
-        nbytes={asked: packed_unit_nbytes(nbytes(spec, asked) for spec in streamed) for asked in formats},
-        table_nbytes={asked: sum(nbytes(spec, asked) for spec in tables) for asked in formats},
+        vector_bytes=sum(n for spec in vectors for n in sizes(spec, formats[0])),
+        nbytes={
+            asked: packed_unit_nbytes(n for spec in streamed for n in sizes(spec, asked)) for asked in formats
+        },
+        table_nbytes={asked: sum(n for spec in tables for n in sizes(spec, asked)) for asked in formats},
         flops_per_token=float(unit_flops_per_token(config, unit)),
         kv=kv,
         pinned=unit.pinned,
