@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quant.formats import PartSpec, WeightFormat
-from quant.kernel_choice import has_numba
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -244,11 +243,6 @@ def write_rows(
     if packed.device.type != "cpu":
         _write_rows_on_device(packed, out, row_ids, row_start, in_order)
         return
-    if not has_numba():
-        from quant.kernels_torch import write_rows as write_rows_in_torch
-
-        write_rows_in_torch(packed, out, row_ids, row_start, in_order)
-        return
     from quant.kernels_decode import layout_of
     from quant.kernels_numba import dequantize
 
@@ -276,9 +270,11 @@ def _write_rows_on_device(
 
         kernels_triton.dequantize_rows(packed, out, row_ids=row_ids, row_start=row_start, in_order=in_order)
         return
-    from quant.kernels_torch import write_rows as write_rows_in_torch
+    from quant.kernels_torch import dequantize_rows
 
-    write_rows_in_torch(packed, out, row_ids, row_start, in_order)
+    if row_ids is None:
+        row_ids = torch.arange(row_start, row_start + out.shape[0], device=packed.device)
+    out.copy_(dequantize_rows(packed, row_ids, in_order=in_order))
 
 
 @lru_cache(maxsize=1)
