@@ -7,8 +7,9 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,7 +19,6 @@ from flexrun.checkpoint.packed import PackedSource
 from flexrun.checkpoint.packing import cached_pack
 from flexrun.defaults import Wish, default_policy
 from flexrun.engine import Engine
-from flexrun.planning import plan_run
 from flexrun.request import RequestError, RequestOutput, SamplingParams
 from flexrun.runtime import DTYPE_NAMES, Runtime, layout_footprint
 from flexrun.scoring import Score, Scorer, ScoreWindow, TextOrIds, run_prompts, score_of
@@ -29,10 +29,12 @@ from offload.host import format_bytes, host_memory, parse_bytes
 from offload.memory import TierBudgets
 from offload.trace import Trace
 from policy.hardware import Hardware
-from policy.search import SearchResult
 from policy.tiers import Placement, Policy, ScheduleName
 from policy.workload import Workload
 from quant.formats import parse_format
+
+if TYPE_CHECKING:
+    from policy.search import SearchResult
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +145,13 @@ class LLM:
         hardware = None
         placed = wish.weights or wish.cache or wish.activations or wish.cpu_attention_frac
         if workload is not None and not isinstance(policy, Policy) and not placed and pass_tokens is None:
-            hardware = _hardware(self.device, folder, measure=policy == "auto")
+            if policy == "auto" or find_spec("pulp") is not None:
+                hardware = _hardware(self.device, folder, measure=policy == "auto")
+            else:
+                self.notes.append("pulp is not installed: the built-in placement is used, not the planner's")
         if hardware is not None and workload is not None:
+            from flexrun.planning import plan_run
+
             exact = prompt_len is not None
             chosen, limits, self.search = plan_run(
                 footprint,

@@ -91,10 +91,8 @@ def host_memory(
     Reads cgroup v2 (memory.max) and v1 (memory.limit_in_bytes) limits of the process's group and of every
     group above it. Page cache that the kernel can drop counts as available.
     """
-    import psutil
-
-    machine = psutil.virtual_memory()
-    best = HostMemory(total_bytes=machine.total, available_bytes=machine.available)
+    total, available = _machine_memory()
+    best = HostMemory(total_bytes=total, available_bytes=available)
     for limit_file, limit, used in _cgroup_limits(proc_cgroup, cgroup_root):
         left = max(0, limit - used)
         if left < best.available_bytes:
@@ -106,6 +104,29 @@ def host_memory(
                 total_bytes=limit, available_bytes=best.available_bytes, limited_by=best.limited_by
             )
     return best
+
+
+def _machine_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """(total, available) bytes of the machine: by psutil, else by the kernel's own account."""
+    try:
+        import psutil
+    except ImportError:
+        pass
+    else:
+        machine = psutil.virtual_memory()
+        return int(machine.total), int(machine.available)
+    kib: dict[str, int] = {}
+    try:
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if rest.endswith(" kB"):
+                kib[name] = int(rest.split()[0])
+    except OSError:  # not Linux
+        pass
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = kib["MemTotal"] << 10 if "MemTotal" in kib else page * os.sysconf("SC_PHYS_PAGES")
+    free = kib["MemFree"] << 10 if "MemFree" in kib else total // 2
+    return total, kib["MemAvailable"] << 10 if "MemAvailable" in kib else free
 
 
 def _cgroup_limits(proc_cgroup: Path, cgroup_root: Path) -> list[tuple[Path, int, int]]:

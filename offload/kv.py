@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload.attention import attend_dense, attend_segments
+from offload.attention import attend_segments
+from offload.dense_decode import attend_pieces
 from offload.kv_chunk import ChunkAttention, plan_chunk
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
 from offload.units import AttentionParams
@@ -180,8 +181,18 @@ class LayerCache:
         """Attend the chunk's one-token rows: query (decode rows, n_heads, head_dim) -> same."""
         if query.device.type == "cpu":
             return self._decode_on_cpu(chunk, query, params)
-        key, value = self.dense(chunk, query.dtype)
-        return attend_dense(query, key, value, chunk.seq_lens, params)
+        return self._decode_on_device(chunk, query, params)
+
+    def _decode_on_device(self, chunk: ChunkAttention, query: Tensor, params: AttentionParams) -> Tensor:
+        assert self.tails is not None
+        arenas = (self.resident,) if self.staged is None else (self.resident, self.staged)
+        pieces = chunk.dense_plan(
+            self.shape,
+            n_resident=None if self.staged is None else self.n_resident,
+            itemsize=query.dtype.itemsize,
+            device=query.device,
+        )
+        return attend_pieces(pieces, query, arenas, self.tails, self.shape, params)
 
     def _decode_on_cpu(self, chunk: ChunkAttention, query: Tensor, params: AttentionParams) -> Tensor:
         from quant.kernels_attention import decode_attention  # imports numba
@@ -258,33 +269,6 @@ class LayerCache:
                 where = torch.tensor(pairs, device=device)
                 out[where[:, 0]] = store[where[:, 1], :width]
         return out
-
-    def dense(self, chunk: ChunkAttention, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of the decode rows, padded with zeros: two (rows, n_kv_heads, max_len, head_dim)."""
-        assert self.tails is not None
-        shape, page, device = self.shape, self.shape.page_tokens, self.tails.device
-        batch, n_pages = chunk.page_table.shape
-        full = (chunk.seq_lens - chunk.tail_lens) // page  # (rows,)
-        size = (batch, shape.n_kv_heads, (n_pages + 1) * page, shape.head_dim)
-        key = torch.zeros(size, dtype=dtype, device=device)
-        value = torch.zeros(size, dtype=dtype, device=device)
-        # (rows, n_kv_heads, pages * page_tokens, head_dim) viewed by pages
-        key_pages, value_pages = (x.unflatten(2, (n_pages + 1, page)) for x in (key, value))
-        wanted = torch.arange(n_pages) < full[:, None]
-        where = wanted.nonzero().to(device)  # (n, 2): row, page number
-        if len(where):
-            k, v = self._decoded(chunk.page_table[wanted].long(), dtype, device)
-            row, number = where[:, 0], where[:, 1]
-            key_pages[row, :, number] = k
-            value_pages[row, :, number] = v
-        rows, number = torch.arange(batch, device=device), full.long().to(device)
-        tails = self.tails[chunk.decode_rows.long().to(device)].to(dtype)
-        # What lies behind a tail's end is left over from others; even masked, a NaN there would spread.
-        there = torch.arange(page, device=device) < chunk.tail_lens.to(device)[:, None]
-        tails = torch.where(there[:, None, None, :, None], tails, tails.new_zeros(()))
-        key_pages[rows, :, number] = tails[:, 0]
-        value_pages[rows, :, number] = tails[:, 1]
-        return key, value
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.pages import SEGMENT_TOKENS, CacheSequence, PageAllocator
+from offload.dense_decode import DensePiece, plan_dense
+from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator
 
 
 class Segment(NamedTuple):
@@ -104,6 +105,25 @@ class ChunkAttention:
             away = self.page_table >= n_resident
             table = torch.where(away, self.page_table - n_resident, self.page_table)
             self._memo[key] = (table, away.to(torch.int32))
+        return self._memo[key]
+
+    def dense_plan(
+        self, shape: CacheShape, *, n_resident: int | None, itemsize: int, device: torch.device
+    ) -> list[DensePiece]:
+        """How an accelerator gathers the decode rows' pages. n_resident: slots of the first of two arenas."""
+        key = ("dense", n_resident, itemsize, device)
+        if key not in self._memo:
+            table, arenas = (self.page_table, None) if n_resident is None else self.tables(n_resident)
+            self._memo[key] = plan_dense(
+                table,
+                arenas,
+                self.seq_lens,
+                self.tail_lens,
+                self.decode_rows,
+                shape=shape,
+                itemsize=itemsize,
+                device=device,
+            )
         return self._memo[key]
 
     def decode_plan(self, *, window: int, page_tokens: int, n_kv_heads: int) -> Any:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quant.kernel_choice import has_native_bf16, has_numba
 from quant.kv import MIN_VECTOR_DIM, gather_pages
 from quant.kv_batch import PagedBatch, page_addresses, part_offsets, plain_format, tail_addresses
 from quant.kv_formats import CacheFormat
@@ -21,6 +22,8 @@ from quant.kv_formats import CacheFormat
 MIN_SEGMENT_TOKENS = 256
 # Shares of whole segments are even enough when each holds several.
 SEGMENTS_PER_THREAD = 8
+# K and V gathered at a time where plain torch attends.
+_GATHER_BYTES = 64 << 20
 
 # Largest number of query heads per KV head at which reading pages in place beats unpacking them into a reused
 # buffer and torch's grouped attention. Measured by experiments/attention_speed.py, head_dim 64, 2,000 tokens,
@@ -151,8 +154,8 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=torch.float32)
     elif out.dtype != torch.float32 or out.shape != q.shape or not out.is_contiguous():
         raise ValueError(f"out must be contiguous fp32 {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
-    if batch.head_dim < MIN_VECTOR_DIM:
-        return out.copy_(attend_gathered(q, *gather_pages(batch), batch.seq_lens, params))
+    if batch.head_dim < MIN_VECTOR_DIM or not has_numba():
+        return _attend_in_torch(q, batch, params, out)
     if plan is None:
         plan = plan_decode(
             batch.seq_lens,
@@ -203,6 +206,18 @@ def decode_attention(
     return out
 
 
+def _attend_in_torch(q: Tensor, batch: PagedBatch, params: AttentionParams, out: Tensor) -> Tensor:
+    """By gathering as many rows at a time as _GATHER_BYTES hold."""
+    longest = int(batch.seq_lens.max()) if batch.batch else 0
+    row_bytes = 2 * 4 * batch.n_kv_heads * max(1, longest) * batch.head_dim
+    step = max(1, _GATHER_BYTES // row_bytes)
+    for first in range(0, batch.batch, step):
+        rows = slice(first, min(first + step, batch.batch))
+        part = batch.rows(rows)
+        out[rows] = attend_gathered(q[rows], *gather_pages(part), part.seq_lens, params)
+    return out.masked_fill_((batch.seq_lens == 0)[:, None, None], 0.0)
+
+
 def attend_gathered(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, params: AttentionParams) -> Tensor:
     """The same attention by torch, on any device, over gathered k, v (batch, n_kv_heads, max_len, head_dim).
 
@@ -231,7 +246,7 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, params: A
 def packed_is_faster(fmt: CacheFormat, heads_per_kv: int) -> bool:
     """Whether decode_attention on pages of this format beats gather_pages followed by attend_gathered here."""
     limit = IN_PLACE_MAX_HEADS[fmt.name]
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if has_native_bf16():
         limit = min(limit, IN_PLACE_MAX_HEADS_NATIVE_BF16)
     return heads_per_kv <= limit
 

@@ -11,6 +11,24 @@ from torch import Tensor
 from quant.formats import SUPER_BLOCK
 from quant.packed import PackedTensor
 
+# Values unpacked at a time by write_rows: bounds its temporary memory to some 64 MiB.
+_BLOCK_ELEMENTS = 4 << 20
+
+
+def write_rows(
+    packed: PackedTensor, out: Tensor, row_ids: Tensor | None, row_start: int, in_order: bool
+) -> None:
+    """`quant.packed.write_rows` in blocks of rows: rows row_ids, or row_start.. if None -> out (n, cols)."""
+    step = max(1, _BLOCK_ELEMENTS // max(1, packed.shape[1]))
+    for first in range(0, out.shape[0], step):
+        block = out[first : first + step]
+        if row_ids is None:
+            start = row_start + first
+            ids = torch.arange(start, start + block.shape[0], device=packed.device)
+        else:
+            ids = row_ids[first : first + step]
+        block.copy_(dequantize_rows(packed, ids, in_order=in_order))
+
 
 def dequantize_rows(packed: PackedTensor, row_ids: Tensor | None = None, *, in_order: bool = True) -> Tensor:
     """Rows row_ids (int64; all rows if None) of an affine or block tensor in fp32: (n, cols).

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quant import kernels_torch as plain_torch
+from quant.formats import parse_format
+from quant.kv import decode_pages, encode_pages
 from quant.kv_batch import part_offsets
-from quant.kv_formats import CacheFormat
-from quant.packed import PackedTensor
+from quant.kv_formats import CacheFormat, parse_cache_format
+from quant.packed import PackedTensor, empty_packed
 
 _WEIGHT_BLOCK = 1024
 _PAGE_TOKEN_BLOCK = 16
@@ -267,6 +270,53 @@ def unpack_pages(
         CHANNELS=triton.next_power_of_2(head_dim),
         **_launch_options(arena),
     )
+
+
+def self_test(device_type: str) -> None:
+    """Unpack a small weight and a few pages and compare with plain torch. Raises RuntimeError if they differ, and
+    whatever compiling or launching raises.
+    """
+    device = torch.device(device_type)
+    generator = torch.Generator().manual_seed(0)
+    weight_format = parse_format("int4-g64")
+    shape = (5, 192)
+    packed = empty_packed(weight_format, shape)
+    packed.buffer.copy_(torch.randint(0, 100, packed.buffer.shape, dtype=torch.uint8, generator=generator))
+    packed.part("exponents").fill_(-3)
+    packed = packed.to(device)
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    dequantize_rows(packed, out)
+    _compare("weights", out, plain_torch.dequantize_rows(packed))
+    fmt = parse_cache_format("int4")
+    geometry = {"page_tokens": 16, "n_kv_heads": 2, "head_dim": 64}
+    values = torch.randn((2, 3, 2, 16, 64), generator=generator).to(device)
+    pages = torch.empty((3, fmt.page_nbytes(**geometry)), dtype=torch.uint8, device=device)
+    encode_pages(values[0], values[1], fmt, pages)
+    slots = torch.tensor([2, 0, 1], device=device)
+    gathered = torch.zeros((2, 1, 2, 48, 64), device=device)
+    unpack_pages(
+        pages,
+        fmt,
+        page_tokens=16,
+        slots=slots,
+        rows=torch.zeros_like(slots),
+        first_positions=torch.tensor([0, 16, 32], device=device),
+        k_out=gathered[0],
+        v_out=gathered[1],
+    )
+    for name, found, stored in zip(
+        "kv",
+        gathered,
+        decode_pages(pages[slots], fmt, page_tokens=16, n_kv_heads=2, head_dim=64),
+        strict=True,
+    ):
+        # (3 pages, 2 heads, 16 tokens, 64) -> (2 heads, 48 tokens, 64)
+        _compare(f"{name} pages", found[0], stored.transpose(0, 1).flatten(1, 2))
+
+
+def _compare(what: str, found: Tensor, wanted: Tensor) -> None:
+    if not torch.allclose(found, wanted, rtol=1e-5, atol=1e-6):
+        raise RuntimeError(f"{what} differ by up to {float((found - wanted).abs().max()):.3g}")
 
 
 def _launch_options(tensor: Tensor) -> dict[str, Any]:

@@ -1,17 +1,15 @@
 """KV cache pages as tensors: encode full pages, decode them, gather a batch of sequences for attention.
 
 Formats and page layout are in `quant.kv_formats`. Everything here works on any torch device; on the CPU the
-heavy loops run in numba (`quant.kv_jit`), which is imported on first use.
+heavy loops run in numba (`quant.kv_jit`), which is imported on first use, or in torch where there is none.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from quant.kernel_choice import has_numba, has_triton
 from quant.kv_batch import PLAIN_DTYPES, PagedBatch, page_addresses, tail_addresses
 from quant.kv_formats import CacheFormat
 
@@ -98,7 +96,8 @@ def _encode_side(
 
 def _runs_in_numba(x: Tensor) -> bool:
     """Whether the CPU kernels take this tensor: rows of whole vectors and contiguous pages."""
-    return x.device.type == "cpu" and x.shape[-1] >= MIN_VECTOR_DIM and x.is_contiguous()
+    fits = x.device.type == "cpu" and x.shape[-1] >= MIN_VECTOR_DIM and x.is_contiguous()
+    return fits and has_numba()
 
 
 def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -197,18 +196,13 @@ def gather_pages(
                 f"staging buffers must both be contiguous float ({batch.batch}, {batch.n_kv_heads}, >= {longest}, "
                 f"{batch.head_dim}), got {buffer.dtype} {tuple(buffer.shape)}"
             )
-    if batch.device.type == "cpu" and batch.head_dim >= MIN_VECTOR_DIM:
+    if batch.device.type == "cpu" and batch.head_dim >= MIN_VECTOR_DIM and has_numba():
         from quant import kv_jit
 
         kv_jit.gather(batch, page_addresses(batch), tail_addresses(batch), k_out, v_out)
     else:
         _gather_torch(batch, k_out, v_out)
     return k_out, v_out
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _gather_torch(batch: PagedBatch, k_out: Tensor, v_out: Tensor) -> None:
@@ -221,7 +215,7 @@ def _gather_torch(batch: PagedBatch, k_out: Tensor, v_out: Tensor) -> None:
         rows, pages = here.nonzero(as_tuple=True)
         slots = batch.page_slots[rows, pages].long().to(device)
         rows, first = rows.to(device), (pages * page_tokens).to(device)
-        if batch.fmt.is_packed and device.type in ("cuda", "xpu") and _has_triton():
+        if batch.fmt.is_packed and has_triton(device.type):
             from quant.kernels_triton import unpack_pages
 
             unpack_pages(

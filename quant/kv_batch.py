@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -61,6 +61,17 @@ class PagedBatch:
     @property
     def device(self) -> torch.device:
         return self.tails.device
+
+    def rows(self, rows: slice) -> PagedBatch:
+        """The same storage for some of the rows."""
+        return replace(
+            self,
+            page_slots=self.page_slots[rows],
+            page_arenas=None if self.page_arenas is None else self.page_arenas[rows],
+            seq_lens=self.seq_lens[rows],
+            tail_lens=self.tail_lens[rows],
+            tail_slots=self.tail_slots[rows],
+        )
 
     def full_pages(self) -> Tensor:
         """Number of full pages of each sequence, int32 (batch,)."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import attend_one
 
-from offload.attention import attend_dense
+from offload.dense_decode import attend_pieces, plan_dense
 from offload.kv import LayerCache, Outbox
 from offload.kv_chunk import plan_chunk
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
@@ -156,10 +156,52 @@ def test_gathering_equals_reading_in_place_and_no_garbage_gets_in(params: Attent
     view = LayerCache(shape=layer.shape, resident=layer.resident, staged=None, tails=layer.tails)
     query, key, value = random_qkv(3, generator)
     view.append(chunk, key, value)
-    dense_key, dense_value = view.dense(chunk, torch.float32)
-    assert bool(dense_key.isfinite().all() and dense_value.isfinite().all())
-    gathered = attend_dense(query, dense_key, dense_value, chunk.seq_lens, params)
+    gathered = view._decode_on_device(chunk, query, params)
+    assert bool(gathered.isfinite().all())
     torch.testing.assert_close(view.decode(chunk, query, params), gathered, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "int4"])
+@pytest.mark.parametrize("n_resident", [0, 4, 60])
+def test_an_accelerator_gathers_the_same_in_pieces(fmt: str, n_resident: int) -> None:
+    """Rows of uneven lengths, pages here and staged, with room for one to all of them."""
+    shape = shape_of(60, rows=6, fmt=fmt)
+    layer = Layer(shape, n_resident)
+    generator = torch.Generator().manual_seed(n_resident)
+    lengths = [1, 15, 16, 40, 3, 100]
+    places = [layer.allocator.admit(0, n + 4) for n in lengths]
+    pieces = [(place, n) for place, n in zip(places, lengths, strict=True) if place is not None]
+    params = VARIANTS[0]
+    layer.step(pieces, [False] * 6, random_qkv(sum(lengths), generator), params)
+    chunk = plan_chunk(layer.allocator, [(place, 1) for place, _ in pieces], [True] * 6)
+    view = LayerCache(
+        shape=shape,
+        resident=layer.resident,
+        staged=layer.elsewhere,
+        tails=layer.tails,
+        outbox=Outbox(pages=aligned(6, shape.page_bytes)),
+    )
+    query, key, value = random_qkv(6, generator)
+    view.append(chunk, key, value)
+    wanted = view.decode(chunk, query, params)
+    table, arenas = chunk.tables(n_resident)
+    page_bytes = 2 * N_KV_HEADS * PAGE * HEAD_DIM * 4
+    for room, n_pieces in ((1, 6), (2 * 2 * 6 * page_bytes, 3), (1 << 30, 1)):
+        plan = plan_dense(
+            table,
+            arenas,
+            chunk.seq_lens,
+            chunk.tail_lens,
+            chunk.decode_rows,
+            shape=shape,
+            itemsize=4,
+            device=query.device,
+            staging_bytes=room,
+        )
+        assert sum(piece.n for piece in plan) == 6 and len(plan) == n_pieces
+        stored = (layer.resident, layer.elsewhere)
+        found = attend_pieces(plan, query, stored, layer.tails, shape, params)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_tail_tokens_that_leave_are_all_in_the_outbox() -> None:
