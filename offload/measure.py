@@ -2,7 +2,8 @@
 
 What each field means and how it is measured is said in policy/hardware.py. Rates are taken with the code that a
 run uses: quant.linear for linear layers and unpacking, offload.attention and the paged kernels for attention,
-DiskFile for the disk, lanes running together for what they share.
+DiskFile for the disk, lanes running together for what they share. All are medians over alternating rounds: a
+plan predicts minutes of work, not the best moment of a second.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +29,7 @@ from offload.disk import DiskFile, DiskPool, Extent, read_extents
 from offload.kv import CacheShape, LayerCache, PageAllocator, plan_chunk
 from offload.lanes import Lanes
 from offload.memory import Arena
-from offload.profile import best_seconds, copy_bytes_per_s, random_weight, unpack_seconds, write_bytes_per_s
+from offload.profile import copy_bytes_per_s, random_weight, typical_seconds, write_bytes_per_s
 from offload.units import AttentionParams
 from policy.hardware import AttentionRates, Curve, Hardware
 from policy.tiers import Tier
@@ -34,6 +37,7 @@ from quant.formats import parse_format
 from quant.kv import decode_pages, encode_pages
 from quant.kv_formats import parse_cache_format
 from quant.linear import crossover_tokens, linear
+from quant.linear import unpack as unpack_weight
 
 GEMM_SHAPE = (5632, 2048)
 GEMM_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
@@ -57,19 +61,7 @@ def measure_hardware(
     name = DTYPE_NAMES[compute_dtype]
     budgets, _ = choose_budgets(device, disk_dir=folder)
     say("linear layers")
-    gemm = {name: _gemm_curve(name, GEMM_TOKENS, compute_dtype, device)}
-    unpack: dict[str, float] = {}
-    for fmt in WEIGHT_FORMATS:
-        seconds = unpack_seconds(GEMM_SHAPE, parse_format(fmt), compute_dtype, device)
-        unpack[fmt] = _n_elements() / seconds
-        if crossover_tokens(parse_format(fmt), compute_dtype) and not device.is_accelerator:
-            gemm[fmt] = _gemm_curve(fmt, PACKED_TOKENS, compute_dtype, device)
-    for plain in ("f32", "bf16", "f16"):
-        if plain != name:
-            unpack[plain] = _n_elements() / unpack_seconds(
-                GEMM_SHAPE, parse_format(plain), compute_dtype, device
-            )
-    unpack["default"] = min(unpack.values())
+    gemm, unpack = _linear_rates(compute_dtype, device)
     say("attention")
     device_attention = _attention(device, compute_dtype)
     cpu = make_device("cpu")
@@ -115,24 +107,43 @@ def machine_name(device: Device) -> str:
     return f"{platform.machine()} with {cores} cores{accelerator}"
 
 
-def _n_elements() -> int:
-    return GEMM_SHAPE[0] * GEMM_SHAPE[1]
-
-
-def _gemm_curve(fmt: str, tokens: tuple[int, ...], dtype: torch.dtype, device: Device) -> Curve:
-    weight = random_weight(GEMM_SHAPE, parse_format(fmt), device)
-    rates = []
-    for n in tokens:
-        x = torch.randn((n, GEMM_SHAPE[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
-        seconds = best_seconds(lambda x=x: linear(x, weight), device, seconds=0.15)  # type: ignore[misc]
-        rates.append(2 * n * _n_elements() / seconds)
-    return Curve(tokens=tuple(float(n) for n in tokens), flops_per_s=tuple(rates))
+def _linear_rates(dtype: torch.dtype, device: Device) -> tuple[dict[str, Curve], dict[str, float]]:
+    """GEMM curves of the compute dtype and of kernels that multiply packed weights; elements/s of unpacking."""
+    name = DTYPE_NAMES[dtype]
+    works: dict[tuple[str, str, int], Callable[[], object]] = {}
+    shape, n_elements = GEMM_SHAPE, GEMM_SHAPE[0] * GEMM_SHAPE[1]
+    out = torch.empty(shape, dtype=dtype, device=device.torch_device)
+    for fmt in (name, *WEIGHT_FORMATS, *(f for f in ("f32", "bf16", "f16") if f != name)):
+        parsed = parse_format(fmt)
+        weight = random_weight(shape, parsed, device)
+        if fmt != name:
+            works["unpack", fmt, 0] = partial(unpack_weight, weight, dtype, out)
+        multiplied = fmt == name or (
+            fmt in WEIGHT_FORMATS and crossover_tokens(parsed, dtype) and not device.is_accelerator
+        )
+        for n in (GEMM_TOKENS if fmt == name else PACKED_TOKENS) if multiplied else ():
+            x = torch.randn((n, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
+            works["gemm", fmt, n] = partial(linear, x, weight)
+    seconds = typical_seconds(works, device, rounds=5)
+    gemm: dict[str, Curve] = {}
+    for fmt in dict.fromkeys(f for kind, f, _ in works if kind == "gemm"):
+        tokens = [n for kind, f, n in works if kind == "gemm" and f == fmt]
+        gemm[fmt] = Curve(
+            tokens=tuple(float(n) for n in tokens),
+            flops_per_s=tuple(2 * n * n_elements / seconds["gemm", fmt, n] for n in tokens),
+        )
+    rates = {fmt: n_elements / seconds[kind, fmt, n] for kind, fmt, n in works if kind == "unpack"}
+    rates["default"] = min(rates.values())
+    return gemm, rates
 
 
 def _cpu_gemm() -> float:
     cpu = make_device("cpu")
     dtype = cpu.compute_dtype("auto")
-    return _gemm_curve(DTYPE_NAMES[dtype], (512,), dtype, cpu).peak
+    weight = torch.randn(GEMM_SHAPE).to(dtype)
+    x = torch.randn((512, GEMM_SHAPE[1])).to(dtype)
+    seconds = typical_seconds({"gemm": lambda: linear(x, weight)}, cpu)["gemm"]
+    return 2 * 512 * GEMM_SHAPE[0] * GEMM_SHAPE[1] / seconds
 
 
 # -- attention ---------------------------------------------------------------------------------------------
@@ -143,29 +154,36 @@ def _attention(device: Device, dtype: torch.dtype) -> AttentionRates:
     n, n_heads, head_dim = 512, 16, 64
     q = torch.randn((2, n, n_heads, head_dim)).to(dtype).to(device.torch_device)
     params = AttentionParams(scale=head_dim**-0.5)
-    seconds = best_seconds(lambda: attend_segments(q, q, q, params), device)
-    prefill = 2 * n_heads * 4 * head_dim * n * (n + 1) / 2 / seconds
-    many, few = (_decode_seconds(device, dtype, 16, n_kv) for n_kv in (16, 2))
+    seconds = typical_seconds(
+        {
+            "prefill": lambda: attend_segments(q, q, q, params),
+            "many": _decode_work(device, dtype, 16, 16),
+            "few": _decode_work(device, dtype, 16, 2),
+        },
+        device,
+    )
+    prefill = 2 * n_heads * 4 * head_dim * n * (n + 1) / 2 / seconds["prefill"]
     batch, length = 32, 1024
     element = dtype.itemsize
     # seconds = bytes / a + flops / b, for two shapes of equal FLOPs: their difference is bytes alone.
     bytes_many, bytes_few = (2 * batch * length * n_kv * head_dim * element for n_kv in (16, 2))
     flops = 4 * batch * length * 16 * head_dim
-    per_byte = max((many - few) / (bytes_many - bytes_few), 1e-13)
-    per_flop = max((few - bytes_few * per_byte) / flops, 1e-14)
+    per_byte = max((seconds["many"] - seconds["few"]) / (bytes_many - bytes_few), 1e-13)
+    per_flop = max((seconds["few"] - bytes_few * per_byte) / flops, 1e-14)
     return AttentionRates(
         prefill_flops_per_s=prefill, decode_bytes_per_s=1 / per_byte, decode_flops_per_s=1 / per_flop
     )
 
 
-def _decode_seconds(device: Device, dtype: torch.dtype, n_heads: int, n_kv_heads: int) -> float:
+def _decode_work(device: Device, dtype: torch.dtype, n_heads: int, n_kv_heads: int) -> Callable[[], object]:
+    """Attention of one query per sequence over pages, as a decode pass runs it."""
     batch, length, head_dim = 32, 1024, 64
     query = torch.randn((batch, n_heads, head_dim)).to(dtype).to(device.torch_device)
     params = AttentionParams(scale=head_dim**-0.5)
     if device.is_accelerator:
         key = torch.randn((batch, n_kv_heads, length, head_dim)).to(dtype).to(device.torch_device)
         lens = torch.full((batch,), length)
-        return best_seconds(lambda: attend_dense(query, key, key, lens, params), device)
+        return lambda: attend_dense(query, key, key, lens, params)
     pages = length // 64
     shape = CacheShape(
         n_layers=1,
@@ -188,7 +206,7 @@ def _decode_seconds(device: Device, dtype: torch.dtype, n_heads: int, n_kv_heads
         sequence.length = length
     chunk = plan_chunk(allocator, [(s, 1) for s in sequences if s is not None], [True] * batch)
     cache = LayerCache(shape=shape, resident=resident, staged=None, tails=tails)
-    return best_seconds(lambda: cache.decode(chunk, query, params), device)
+    return lambda: cache.decode(chunk, query, params)
 
 
 def _cache_rates(device: Device, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, float]]:
@@ -196,21 +214,19 @@ def _cache_rates(device: Device, dtype: torch.dtype) -> tuple[dict[str, float], 
     n_pages, heads, tokens, width = 256, 4, 64, 64
     values = torch.randn((n_pages, heads, tokens, width)).to(dtype).to(device.torch_device)
     elements = 2 * values.numel()
-    unpack: dict[str, float] = {}
-    pack: dict[str, float] = {}
-    for name in (DTYPE_NAMES[dtype], *CACHE_FORMATS):
+    works: dict[tuple[str, str], Callable[[], object]] = {}
+    names = (DTYPE_NAMES[dtype], *CACHE_FORMATS)
+    for name in names:
         fmt = parse_cache_format(name)
         size = fmt.page_nbytes(page_tokens=tokens, n_kv_heads=heads, head_dim=width)
         pages = torch.empty((n_pages, size), dtype=torch.uint8, device=device.torch_device)
-        seconds = best_seconds(lambda fmt=fmt, pages=pages: encode_pages(values, values, fmt, pages), device)  # type: ignore[misc]
-        pack[name] = elements / seconds
-        seconds = best_seconds(
-            lambda fmt=fmt, pages=pages: decode_pages(  # type: ignore[misc]
-                pages, fmt, n_kv_heads=heads, page_tokens=tokens, head_dim=width, dtype=dtype
-            ),
-            device,
+        works["pack", name] = partial(encode_pages, values, values, fmt, pages)
+        works["unpack", name] = partial(
+            decode_pages, pages, fmt, n_kv_heads=heads, page_tokens=tokens, head_dim=width, dtype=dtype
         )
-        unpack[name] = elements / seconds
+    seconds = typical_seconds(works, device)
+    unpack = {name: elements / seconds["unpack", name] for name in names}
+    pack = {name: elements / seconds["pack", name] for name in names}
     unpack["default"], pack["default"] = min(unpack.values()), min(pack.values())
     return unpack, pack
 
@@ -229,7 +245,7 @@ def _elementwise(device: Device, dtype: torch.dtype) -> float:
         return x + normed + inner[:, :hidden]
 
     counted = tokens * (hidden + 2 * ffn + ffn + hidden) * dtype.itemsize
-    return counted / best_seconds(work, device)
+    return counted / typical_seconds({"work": work}, device)["work"]
 
 
 # -- disk, and lanes together ----------------------------------------------------------------------------------
@@ -260,31 +276,55 @@ def _disk(
                 for extent in extents:
                     read_extents([extent], buffer)
 
-            read = DISK_TEST_BYTES / best_seconds(read_all, seconds=1.0)
+            read = DISK_TEST_BYTES / typical_seconds({"read": read_all}, seconds=0.2)["read"]
             sharing = _sharing(device, dtype, read_all) if not device.is_accelerator else {}
     host.close()
     return read, write, min(small, write), sharing
 
 
 def _sharing(device: Device, dtype: torch.dtype, read_all: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """How much of the cores disk reads and copies take away from compute that runs beside them."""
-    weight = torch.randn(GEMM_SHAPE).to(dtype)
-    x = torch.randn((512, GEMM_SHAPE[1])).to(dtype)
+    """How much of the cores disk reads and copies take away from compute that runs beside them.
+
+    Compute is what a decode pass does with a streamed unit: convert or unpack it, then multiply it with few tokens.
+    """
+    weight = random_weight(GEMM_SHAPE, parse_format("int8-g64"), device)
+    scratch = torch.empty(GEMM_SHAPE, dtype=dtype)
+    few, many = (torch.randn((n, GEMM_SHAPE[1])).to(dtype) for n in (32, 256))
 
     def compute() -> None:
-        for _ in range(4):
-            linear(x, weight)
+        for x in (few, many, few):
+            unpack_weight(weight, dtype, scratch)
+            linear(x, scratch)
 
-    alone = best_seconds(compute, seconds=0.8)
     source = torch.ones(64 << 20, dtype=torch.uint8)
     target = torch.empty_like(source)
+    besides: dict[str, Callable[[], object]] = {
+        "disk_read": read_all,
+        "upload": lambda: target.copy_(source),
+    }
+    alone: list[float] = []
+    slowed: dict[str, list[float]] = {lane: [] for lane in besides}
+    for _ in range(4):
+        alone.append(_mean_seconds(compute))
+        for lane, beside in besides.items():
+            slowed[lane].append(_beside(device, lane, compute, beside))
     shares: dict[str, float] = {"compute": 1.0}
-    for lane, beside in (("disk_read", read_all), ("upload", lambda: target.copy_(source))):
-        shares[lane] = min(1.0, max(0.0, _beside(device, lane, compute, beside) / alone - 1.0))
+    for lane, seconds in slowed.items():
+        # Ratios of neighbours in time: what slows the whole machine down for a while falls on both.
+        ratio = statistics.median(s / a for s, a in zip(seconds, alone, strict=True))
+        shares[lane] = min(1.0, max(0.0, ratio - 1.0))
     shares["disk_write"] = shares["disk_read"]
     shares["download"] = shares["upload"]
     shares["cpu_attention"] = 1.0
     return {"cores": shares}
+
+
+def _mean_seconds(work: Callable[[], object], seconds: float = 0.3) -> float:
+    n, began = 0, time.perf_counter()
+    while n < 2 or time.perf_counter() - began < seconds:
+        work()
+        n += 1
+    return (time.perf_counter() - began) / n
 
 
 def _beside(device: Device, lane: str, compute: Callable[[], None], beside: Callable[[], object]) -> float:
@@ -299,7 +339,7 @@ def _beside(device: Device, lane: str, compute: Callable[[], None], beside: Call
     with Lanes(device) as lanes:
         handle = lanes.submit(lane, keep_busy)
         try:
-            return best_seconds(compute, seconds=0.8)
+            return _mean_seconds(compute)
         finally:
             stop.set()
             handle.wait()
@@ -320,13 +360,15 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
         def round_trip() -> None:
             lanes.submit("upload", lambda: 0).wait()
 
-        transfer = best_seconds(round_trip)
-    compute = 2 * best_seconds(small_unit, device) + transfer
+        seconds = typical_seconds({"transfer": round_trip, "unit": small_unit}, device)
+    transfer = seconds["transfer"]
+    compute = 2 * seconds["unit"] + transfer
     return {
         "compute": compute,
         "transfer": transfer,
         "disk": transfer + 1e-4,
-        "cpu_attention": transfer + compute,
+        "cpu_attention": transfer + 2 * compute,
+        "attention": 2 * compute,
         "pass": 1e-3,
         "row": 2e-5,
     }

@@ -1,13 +1,16 @@
 """Short measurements of this machine's rates, on the shapes and files that a run uses.
 
-Each repeats its work for a fraction of a second and takes the best repetition: what the hardware reaches when
-nothing disturbs it, which is what a bound is made of.
+`best_seconds` repeats its work for a fraction of a second and takes the best repetition: what the hardware reaches
+when nothing disturbs it, which is what a bound is made of. `typical_seconds` takes medians over rounds that
+alternate between all works: what a run of minutes will see, which is what a prediction is made of.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +25,8 @@ from quant.packed import PackedTensor
 
 _SECONDS = 0.25
 _MAX_REPEATS = 50
+
+Key = TypeVar("Key")
 
 
 def best_seconds(
@@ -44,6 +49,39 @@ def best_seconds(
     while len(times) < 2 or (time.perf_counter() < end and len(times) < _MAX_REPEATS):
         times.append(once())
     return min(times)
+
+
+def typical_seconds(
+    works: Mapping[Key, Callable[[], object]],
+    device: Device | None = None,
+    *,
+    rounds: int = 5,
+    seconds: float = 0.04,
+) -> dict[Key, float]:
+    """Median seconds of one execution of each work: every round runs each for about `seconds`, one after the other.
+
+    A disturbance of the machine then falls on a round of all works rather than on all rounds of one.
+    """
+
+    def timed(work: Callable[[], object], repeats: int) -> float:
+        if device is not None:
+            device.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if device is not None:
+            device.synchronize()
+        return (time.perf_counter() - began) / repeats
+
+    repeats = {}
+    for key, work in works.items():
+        work()  # compiles, allocates, warms caches
+        repeats[key] = max(1, min(_MAX_REPEATS, round(seconds / max(timed(work, 1), 1e-6))))
+    times: dict[Key, list[float]] = {key: [] for key in works}
+    for _ in range(rounds):
+        for key, work in works.items():
+            times[key].append(timed(work, repeats[key]))
+    return {key: statistics.median(seen) for key, seen in times.items()}
 
 
 def random_weight(shape: tuple[int, int], fmt: WeightFormat, device: Device) -> Tensor | PackedTensor:
@@ -126,6 +164,7 @@ __all__ = [
     "packed_linear_seconds",
     "random_weight",
     "read_bytes_per_s",
+    "typical_seconds",
     "unpack_seconds",
     "write_bytes_per_s",
 ]

@@ -23,6 +23,7 @@ Scale = Callable[[Hardware, float], Hardware]
 PULL = 0.02
 """Residual of a factor e: small beside any deviation that a report shows."""
 MAX_FACTOR = 20.0
+KNOWN, SHARED, UNSEEN = "determined", "only together with others", "not in these reports"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +41,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """factors: constant -> new rate / old rate (of a fixed cost: new / old seconds). errors: mean absolute
-    relative deviation before and after. text: one line per constant that moved by more than 1%."""
+    """factors: constant -> new rate / old rate (of a fixed cost: new / old seconds). seen: constant -> what the
+    observations say of it: KNOWN, SHARED (its effect cannot be told from that of others, which move with it)
+    or UNSEEN. errors: mean absolute relative deviation before and after."""
 
     hardware: Hardware
     factors: dict[str, float]
+    seen: dict[str, str]
     error_before: float
     error_after: float
 
@@ -118,6 +121,7 @@ CONSTANTS: dict[str, Scale] = {
     "cpu_attention.prefill": _attention("cpu_attention", "prefill"),
     "cpu_attention.decode": _attention("cpu_attention", "decode"),
     "overhead.compute": _overhead("compute"),
+    "overhead.attention": _overhead("attention"),
     "overhead.transfer": _overhead("transfer"),
     "overhead.disk": _overhead("disk"),
     "overhead.cpu_attention": _overhead("cpu_attention"),
@@ -125,6 +129,29 @@ CONSTANTS: dict[str, Scale] = {
     "overhead.row": _overhead("row"),
 }
 """Everything that can be refitted, and how a factor is applied."""
+
+
+def constant_value(hardware: Hardware, name: str) -> float:
+    """The constant as one figure for people: a rate or seconds; of a curve its peak, of a table its "default".
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in CONSTANTS:
+        raise ValueError(f"unknown constant {name!r}; known: {', '.join(CONSTANTS)}")
+    curve = hardware.gemm[hardware.compute_dtype]
+    if name == "gemm":
+        return curve.peak
+    if name == "gemm_small":
+        return curve.flops_per_s[0]
+    group, _, key = name.partition(".")
+    if group == "overhead":
+        return float(hardware.overhead_seconds[key])
+    value: Any = getattr(hardware, group)
+    if key:
+        return float(getattr(value, f"{key}_{'flops' if key == 'prefill' else 'bytes'}_per_s"))
+    if isinstance(value, Mapping):
+        return float(value.get("default", next(iter(value.values()), math.inf)))
+    return float(value)
 
 
 def apply_factors(hardware: Hardware, factors: Mapping[str, float]) -> Hardware:
@@ -146,6 +173,21 @@ def _relative(observations: Sequence[Observation], hardware: Hardware) -> list[f
             if seconds >= seen.min_seconds and expected > 0:
                 logs.append(math.log(expected / seconds))
     return logs
+
+
+def _seen(jacobian: Any, n_data: int, names: Sequence[str]) -> dict[str, str]:
+    """What the data say of each constant, from the residuals' derivatives at the solution.
+
+    The pull is a prior of width 1 in each logarithm. Data that narrow it to less than half determine a constant;
+    a constant that moves residuals, but whose width stays, trades against others.
+    """
+    data = np.asarray(jacobian)[:n_data]
+    spread = np.sqrt(np.diag(np.linalg.inv(data.T @ data / PULL**2 + np.eye(len(names)))))
+    moves = np.linalg.norm(data, axis=0) > PULL / 2
+    return {
+        name: UNSEEN if not moved else KNOWN if width < 0.5 else SHARED
+        for name, moved, width in zip(names, moves, spread, strict=True)
+    }
 
 
 def refit(
@@ -170,12 +212,17 @@ def refit(
     solution = least_squares(
         residuals, np.zeros(len(names)), bounds=(-limit, limit), loss="soft_l1", f_scale=0.3
     )
+    # The solver's own derivatives are weighted by the loss; these are not.
+    moved = [residuals(solution.x + 1e-4 * row) for row in np.eye(len(names))]
+    here = residuals(solution.x)
+    jacobian = np.array([(r - here) / 1e-4 for r in moved]).T
     factors = {name: math.exp(float(x)) for name, x in zip(names, solution.x, strict=True)}
     fitted = apply_factors(hardware, factors).replace(source="edited")
     after = _relative(observations, fitted)
     return Calibration(
         hardware=fitted,
         factors=factors,
+        seen=_seen(jacobian, len(before), names),
         error_before=float(np.mean([abs(math.expm1(x)) for x in before])),
         error_after=float(np.mean([abs(math.expm1(x)) for x in after])),
     )

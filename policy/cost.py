@@ -279,6 +279,7 @@ class CostModel:
             return linear * (1 - unit.project_frac) + overhead
         if unit.kv is not None:
             linear += self._attention_seconds(state, unit.kv, hw.device_attention, "cache_unpack")
+            overhead += hw.overhead_seconds.get("attention", 0.0) * self._chunks(unit, state)
         return linear + overhead
 
     # -- seconds of copies --------------------------------------------------------------------------------------

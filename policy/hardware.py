@@ -117,7 +117,8 @@ class AttentionRates:
             _positive(name, getattr(self, name))
 
 
-OVERHEADS = ("compute", "transfer", "disk", "cpu_attention", "pass", "row")
+OVERHEADS = ("compute", "transfer", "disk", "cpu_attention", "pass", "row", "attention")
+OPTIONAL_OVERHEADS = ("attention",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +143,9 @@ class Hardware:
     device_attention, cpu_attention: attention where the linear layers run, and in cpu memory.
     elementwise_bytes_per_s: inputs and outputs of linear layers, in compute dtype, through norms,
         activations and residuals: time of a layer's pass without its GEMMs and attention.
-    overhead_seconds: fixed costs: "compute" per chunk of one unit, "transfer" per copy, "disk" per read or
-        write operation, "cpu_attention" per launch, "pass" per pass, "row" per sampled token.
+    overhead_seconds: fixed costs: "compute" per chunk of one unit, "attention" per chunk with attention on the
+        device on top of it (0 if not given), "transfer" per copy, "disk" per read or write operation,
+        "cpu_attention" per launch, "pass" per pass, "row" per sampled token.
     sharing: see the module's text. cpu_gemm_flops_per_s: large-batch GEMM rate of the CPU, for the
         comparison with CPU-only inference (0 = unknown). price_per_hour: in any currency, 0 = unknown.
     """
@@ -197,7 +199,8 @@ class Hardware:
                 _positive(f"{name}_elements_per_s.{key}", value)
             if "default" not in table and name != "cpu_cache_unpack":
                 raise ValueError(f'{name}_elements_per_s lacks "default"')
-        _refuse_keys("overhead_seconds", self.overhead_seconds, list(OVERHEADS), list(OVERHEADS))
+        required = [key for key in OVERHEADS if key not in OPTIONAL_OVERHEADS]
+        _refuse_keys("overhead_seconds", self.overhead_seconds, list(OVERHEADS), required)
         for key, value in self.overhead_seconds.items():
             _positive(f"overhead_seconds.{key}", value, zero=True)
         lanes = [lane.value for lane in Lane]
