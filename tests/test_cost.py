@@ -131,6 +131,18 @@ def test_attention_reads_grouped_keys_once() -> None:
     assert decode_attention(1) == pytest.approx(8 * 500 * 2 * 32 * 2 / 1e10)
 
 
+def test_attention_on_the_device_has_a_fixed_cost_per_launch() -> None:
+    free = cases.machine(overhead_seconds=FREE)
+    dear = free.replace(overhead_seconds={**FREE, "attention": 1e-3})
+    state = BatchState(decode_tokens=4, context=65, filled=4, tail_tokens=4, new_tail_tokens=4, rows=4)
+    seconds = []
+    for hardware in (free, dear):
+        cost = cases.problem(cases.model(), hardware).cost
+        seconds.append(cost.compute_lane_seconds(state))
+    layers = cases.model().n_layers
+    assert seconds[1] - seconds[0] == pytest.approx(1e-3 * layers * cost.n_batches)
+
+
 def test_window_limits_what_attention_reads() -> None:
     full, windowed = cases.model(), cases.model(window=64)
     seconds = []
