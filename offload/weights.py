@@ -510,7 +510,12 @@ class WeightStore:
         return self._made[key]
 
     def _worth_unpacking(self, part: TensorSlot, pass_tokens: int) -> bool:
-        return part.format.is_plain or pass_tokens > crossover_tokens(part.format, self.compute_dtype)
+        # An accelerator has no kernel for few tokens: it would unpack anew for every gpu batch, beyond the plan.
+        return (
+            part.format.is_plain
+            or self.device.is_accelerator
+            or pass_tokens > crossover_tokens(part.format, self.compute_dtype)
+        )
 
     def forget(self) -> None:
         """A pass begins: what was unpacked before no longer counts."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quant.formats import WeightFormat
+from quant.kernel_choice import has_native_bf16, has_numba
 from quant.packed import PackedTensor, StackedTensor, numpy_views, write_rows
 
 # Largest number of tokens for which the few-token kernel is the faster, measured on two cores with AVX2: at 64
@@ -30,12 +31,12 @@ _CROSSOVER_TOKENS_NATIVE_BF16 = 16
 def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
     """Tokens up to which `linear` multiplies with the packed weight as it is; 0 for plain formats.
 
-    From there on it pays to unpack the weight once and multiply by the BLAS.
+    From there on it pays to unpack the weight once and multiply by the BLAS; 0 too without numba.
     """
-    if format.is_plain:
+    if format.is_plain or not has_numba():
         return 0
     if dtype == torch.bfloat16:
-        return _CROSSOVER_TOKENS_NATIVE_BF16 if _has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
+        return _CROSSOVER_TOKENS_NATIVE_BF16 if has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
     return _CROSSOVER_TOKENS_F32
 
 
@@ -177,7 +178,3 @@ def _unpack_and_multiply(
         product = _multiply(x, piece, cut, None if out is None else out[:, start:end])
     assert product is not None
     return product if out is None else out
-
-
-def _has_native_bf16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

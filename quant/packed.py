@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quant.formats import PartSpec, WeightFormat
+from quant.kernel_choice import has_numba, has_triton
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -243,6 +242,11 @@ def write_rows(
     if packed.device.type != "cpu":
         _write_rows_on_device(packed, out, row_ids, row_start, in_order)
         return
+    if not has_numba():
+        from quant.kernels_torch import write_rows as write_rows_in_torch
+
+        write_rows_in_torch(packed, out, row_ids, row_start, in_order)
+        return
     from quant.kernels_decode import layout_of
     from quant.kernels_numba import dequantize
 
@@ -264,23 +268,14 @@ def _write_rows_on_device(
     packed: PackedTensor, out: Tensor, row_ids: Tensor | None, row_start: int, in_order: bool
 ) -> None:
     """Affine formats by Triton's kernel where there is one for the device, all others by torch's operations."""
-    has_kernel = packed.device.type in ("cuda", "xpu") and packed.format.kind == "affine"
-    if has_kernel and out.is_contiguous() and has_triton():
+    if packed.format.kind == "affine" and out.is_contiguous() and has_triton(packed.device.type):
         from quant import kernels_triton
 
         kernels_triton.dequantize_rows(packed, out, row_ids=row_ids, row_start=row_start, in_order=in_order)
         return
-    from quant.kernels_torch import dequantize_rows
+    from quant.kernels_torch import write_rows as write_rows_in_torch
 
-    if row_ids is None:
-        row_ids = torch.arange(row_start, row_start + out.shape[0], device=packed.device)
-    out.copy_(dequantize_rows(packed, row_ids, in_order=in_order))
-
-
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported."""
-    return find_spec("triton") is not None
+    write_rows_in_torch(packed, out, row_ids, row_start, in_order)
 
 
 def _check_out(
