@@ -11,6 +11,7 @@ import quant.linear
 from quant.formats import parse_format
 from quant.linear import crossover_tokens, linear, unpack
 from quant.pack import quantize
+from quant.packed import PackedTensor, StackedTensor
 
 
 @pytest.fixture
@@ -121,3 +122,87 @@ def test_what_does_not_fit_is_refused(weight: torch.Tensor) -> None:
         linear(torch.zeros(300, 200), packed, scratch=torch.empty(199))
     with pytest.raises(ValueError, match="scratch must be flat"):
         linear(torch.zeros(300, 200), packed, scratch=torch.empty(20000, dtype=torch.bfloat16))
+
+
+# -- matrices in several formats -------------------------------------------------------------------------
+
+
+def stacked(
+    weight: torch.Tensor, names: tuple[str, ...], dtype: torch.dtype = torch.float32
+) -> StackedTensor:
+    """The matrix in as many runs of rows, each in its format; f32, bf16 and f16 as plain tensors."""
+    parts: list[torch.Tensor | PackedTensor] = []
+    for piece, name in zip(weight.tensor_split(len(names)), names, strict=True):
+        fmt = parse_format(name)
+        parts.append(piece.to(getattr(torch, fmt.plain_dtype)) if fmt.is_plain else quantize(piece, name))
+    return StackedTensor(tuple(parts))
+
+
+MIXES = [("int4-g64", "int8-g32"), ("f32", "int5-g32-sym", "bf16"), ("int8-g128", "f32")]
+
+
+@pytest.mark.parametrize("names", MIXES)
+@pytest.mark.parametrize("n_tokens", [0, 1, 5, 300])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_part_is_multiplied_into_its_own_columns(
+    weight: torch.Tensor, names: tuple[str, ...], n_tokens: int, with_bias: bool
+) -> None:
+    mixed = stacked(weight, names)
+    values = torch.cat([unpack(part, torch.float32) for part in mixed.parts])
+    assert mixed.shape == (45, 200) and torch.equal(mixed.dequantize(), values)
+    assert torch.equal(unpack(mixed, torch.float32, torch.empty(45 * 200)), values)
+    bias = torch.randn(45, generator=torch.Generator().manual_seed(2)) if with_bias else None
+    x = tokens(n_tokens)
+    found = linear(x, mixed, bias)
+    assert found.shape == (n_tokens, 45) and found.is_contiguous()
+    torch.testing.assert_close(found, F.linear(x, values, bias), rtol=1e-4, atol=1e-4)
+    # Each column is what its part alone gives.
+    for start, stop, part in mixed.ranges():
+        alone = linear(x, part, None if bias is None else bias[start:stop])
+        torch.testing.assert_close(found[:, start:stop], alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 300])
+def test_mixed_parts_in_bf16(weight: torch.Tensor, n_tokens: int) -> None:
+    mixed = stacked(weight, ("int4-g64", "bf16", "int8-g32"))
+    x, bias = tokens(n_tokens).bfloat16(), torch.randn(45).bfloat16()
+    found = linear(x, mixed, bias)
+    assert found.dtype == torch.bfloat16
+    expected = F.linear(x.float(), mixed.dequantize(), bias.float())
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("name", ["int4-g64", "bf16", "f32"])
+@pytest.mark.parametrize("scratch_elements", [500, 20000])
+def test_a_product_goes_to_columns_of_a_wider_tensor(
+    weight: torch.Tensor, name: str, scratch_elements: int
+) -> None:
+    part = stacked(weight, (name,)).parts[0]
+    for n_tokens in (3, 300):
+        wide = torch.full((n_tokens, 60), 7.0)
+        out = wide[:, 10:55]
+        got = linear(tokens(n_tokens), part, scratch=torch.empty(scratch_elements), out=out)
+        assert got.data_ptr() == out.data_ptr()
+        torch.testing.assert_close(out, linear(tokens(n_tokens), part), rtol=1e-4, atol=1e-4)
+        assert bool((wide[:, :10] == 7).all()) and bool((wide[:, 55:] == 7).all())
+
+
+def test_no_copy_of_the_products_is_made(weight: torch.Tensor) -> None:
+    """The BLAS writes to the columns: what is allocated beside the result is less than a part's product."""
+    mixed = stacked(weight, ("f32", "f32"))
+    x = tokens(4000)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear(x, mixed)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+    assert 4000 * 45 * 4 <= allocated < 1.3 * 4000 * 45 * 4
+
+
+def test_parts_that_do_not_fit_are_refused(weight: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="at least one part"):
+        StackedTensor(())
+    with pytest.raises(ValueError, match="matrices of one width on one device"):
+        StackedTensor((weight, weight[:, :100]))
+    with pytest.raises(ValueError, match="one width"):
+        linear(torch.zeros(2, 100), stacked(weight, MIXES[0]))
+    with pytest.raises(ValueError, match=r"out must be \(2, 45\)"):
+        linear(torch.zeros(2, 200), stacked(weight, MIXES[0]), out=torch.empty(2, 44))

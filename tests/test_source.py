@@ -13,7 +13,10 @@ from source_helpers import CONFIGS, random_tensors, tiny_model, write_folder
 
 from flexrun.checkpoint import CheckpointError, open_checkpoint
 from flexrun.checkpoint import filling as filling_module
+from flexrun.checkpoint import gptq as gptq_module
 from flexrun.checkpoint import reading as reading_module
+from flexrun.checkpoint.base import TensorInfo
+from flexrun.checkpoint.rows import read_columns
 from flexrun.checkpoint.source import CheckpointSource
 from flexrun.model.assemble import DecoderModel, build_model
 from flexrun.model.config import config_from_checkpoint
@@ -391,6 +394,32 @@ def test_gptq_is_kept_as_it_is(bits: int, tmp_path: Path) -> None:
     assert_same_values(source, model, values)
     assert source.formats_of(model.units[1])["qkv"].name == f"int{bits}-g32-zp"
     assert not source.notes
+
+
+@pytest.mark.parametrize(("method", "settings"), [("gptq", {"desc_act": True, "orders": {}}), ("awq", {})])
+def test_a_quantised_matrix_is_read_once_while_it_is_converted(
+    method: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of it are columns of the file: every block of them costs a reading of the whole matrix."""
+    source, model, values = write_quantized(tmp_path / "m", method, **settings)
+    source = CheckpointSource(source.checkpoint, model, "f32")
+    read: list[str] = []
+
+    def counted(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        read.append(info.name)
+        return read_columns(info, start, stop)
+
+    monkeypatch.setattr(gptq_module, "read_columns", counted)
+    monkeypatch.setattr(filling_module, "BLOCK_BYTES", 9 * 4 * 64)  # nine rows of a width of 64
+    assert_same_values(source, model, values)
+    matrices = [name for name in read if name.endswith(".qweight")]
+    assert len(matrices) == len(set(matrices)) == 14
+    assert all(reader._held is None for (_, _), reader in source._readers.items() if reader.quantized)
+    # Blocks that do not hold all rows are read where they are needed, and give the same.
+    monkeypatch.setattr(gptq_module, "BLOCK_BYTES", 40 * 64)
+    read.clear()
+    assert_same_values(source, model, values)
+    assert len([name for name in read if name.endswith(".qweight")]) > 14
 
 
 @pytest.mark.usefixtures("block_rows")

@@ -2,6 +2,11 @@
 
 A quantised linear layer `X` is stored as X.qweight, X.qzeros, X.scales and maybe X.g_idx. It is offered as one
 tensor X.weight of shape (out_features, in_features); `quant.native` states the formulas.
+
+All three matrices lie with the output features along their rows of bytes, so rows of X.weight are columns of the
+file, of which it has no contiguous run: a block of them is picked out of the whole matrix, read in slabs of 16 MiB.
+So few blocks are read, of at most BLOCK_BYTES packed, and one is held until its rows have been asked for: a usual
+matrix is read once, and memory is bounded by the block, its copy and a slab, whatever the matrix's size.
 """
 
 from __future__ import annotations
@@ -14,10 +19,10 @@ from torch import Tensor
 
 from flexrun.checkpoint.base import Checkpoint, CheckpointError, TensorInfo
 from flexrun.checkpoint.reading import TORCH_DTYPES, read_tensor
-from flexrun.checkpoint.rows import FileRange, put_rows, read_columns
+from flexrun.checkpoint.rows import BLOCK_BYTES, FileRange, put_rows, read_columns
 from quant.formats import WeightFormat
 from quant.native import gptq_format, pack_awq, pack_gptq
-from quant.packed import PackedTensor
+from quant.packed import PackedTensor, write_rows
 
 METHODS = ("gptq", "awq")
 # Rows that share whole words of packed zero points, at any number of bits.
@@ -38,6 +43,7 @@ class QuantizedReader:
         self._bits, self._zero_offset = settings["bits"], settings["zero_offset"]
         self.stored_type = f"{self._method.upper()} {self._bits}-bit"
         self.plain = unpacked
+        self._held: tuple[int, PackedTensor] | None = None
         qweight = parts["qweight"]
         if qweight.dtype != "I32" or len(qweight.shape) != 2:
             raise self._error("qweight is not a matrix of int32", f"{qweight.dtype} {list(qweight.shape)}")
@@ -68,10 +74,25 @@ class QuantizedReader:
         return self.n_rows, self.width
 
     def values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return self.packed(start, stop).dequantize(dtype)
+        first, block = self._block(start, stop)
+        out = torch.empty((stop - start, self.width), dtype=dtype)
+        write_rows(block, out, row_start=start - first)
+        return out
+
+    def _block(self, start: int, stop: int) -> tuple[int, PackedTensor]:
+        """A packed block that holds rows start..stop, and its first row."""
+        first, block = self._held or (0, None)
+        if block is None or start < first or stop > first + block.shape[0]:
+            assert self.native is not None
+            first = start // _ROW_STEP * _ROW_STEP
+            n_rows = BLOCK_BYTES // self.native.nbytes((1, self.width))
+            block = self.packed(first, min(max(stop, first + n_rows), self.n_rows))
+        # Rows are asked for in order: nothing is held once the block's last row has been.
+        self._held = None if stop == first + block.shape[0] else (first, block)
+        return first, block
 
     def packed(self, start: int, stop: int) -> PackedTensor:
-        """Rows start..stop in the native format."""
+        """Rows start..stop in the native format, at most BLOCK_BYTES of them at a time if memory is to be bounded."""
         first = start // _ROW_STEP * _ROW_STEP
         last = min(-(-stop // _ROW_STEP) * _ROW_STEP, self.n_rows)
         per_word = 32 // 4 if self._method == "awq" else 1
