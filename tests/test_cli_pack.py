@@ -93,3 +93,31 @@ def test_an_unknown_format_is_a_usage_error(folder: Path, capsys: pytest.Capture
         main(["pack", "-m", str(folder), "-o", "x", "--weight-format", "int4"])
     assert error.value.code == 2
     assert "unknown weight format 'int4'" in capsys.readouterr().err
+
+
+def test_a_folder_of_mixed_formats_is_described_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = {"": "Q4_K", "attn_v": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0"}
+    write_llama_gguf(tmp_path / "m.gguf", kinds)
+    out = tmp_path / "p"
+    assert main(["pack", "-m", str(tmp_path / "m.gguf"), "-o", str(out), "--json"]) == 0
+    captured = capsys.readouterr()
+    # 4.5, 6.6, 4.6 and 8.6 bits: far from the four bytes that one fp32 part would bring along.
+    matrices = 2 * (640 * 256 * 144 // 256 + 128 * 256 * 210 // 256 + 512 * 256 * (18 + 34) // 32)
+    matrices += 2 * 256 * 512 * 144 // 256 + 70 * 256 * 34 // 32
+    assert matrices < json.loads(captured.out)["weight_bytes"] < matrices + 7 * 4096 + 4 * 2048
+    assert "note:" not in captured.err
+    assert main(["info", str(out), "--verify", "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["stored_types"]["q6_k"] == 2 and info["stored_types"]["int8-g32-sym"] == 2 + 1
+    slot = PackedSource(out).manifest.units["layers.1.attn"].slots[2]
+    place = PackedSource(out).manifest.units["layers.1.attn"].offset_bytes + slot.offset_bytes
+    assert slot.name == "qkv" and slot.row_start == 384
+    with (out / "model.safetensors").open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    assert main(["info", str(out), "--verify"]) != 0
+    assert "layers.1.attn: wrong checksum" in capsys.readouterr().err
