@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+CORE   := $(VENV)/.installed-core
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flexrun
@@ -10,14 +11,19 @@ CACHE  ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flexrun
 
 venv: $(STAMP)
 
-# torch first and pinned: an unpinned torch brings gigabytes of CUDA libraries.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+# What the engine needs, and no more. torch first and pinned: an unpinned torch brings gigabytes of CUDA libraries.
+$(CORE): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt "torch==2.13.0"
-	$(PIP) install -q -c constraints.txt -e ".[test,plots]"
-	@touch $(STAMP)
+	$(PIP) install -q -c constraints.txt -e .
+	@touch $@
 
-demo: venv
+# What tests, lint and experiments need besides.
+$(STAMP): $(CORE)
+	$(PIP) install -q -c constraints.txt -e ".[test,plots]"
+	@touch $@
+
+demo: $(CORE)
 	$(BIN)/python examples/fetch_demo_model.py
 	$(BIN)/python -m flexrun batch -m "$(CACHE)/models/SmolLM2-135M-Instruct.Q4_1.gguf" \
 		-i examples/demo.jsonl -o demo-output.jsonl --overwrite
