@@ -1,8 +1,9 @@
-"""Runs under a real RAM limit: a Llama-shaped 1.1-billion-parameter model that is larger than the memory.
+"""Runs under a real RAM limit: models that are larger than the memory.
 
-    python -m experiments.small_ram [--limit 1.5GB] [--case bf16|int4|int4-disk-cache|all]
+    python -m experiments.small_ram [--limit 1.5GB] [--case bf16|int4|int4-disk-cache|opt-6.7b|all]
 
-Makes a random bf16 checkpoint once (2.2 GB, in --folder), then runs `flexrun bench` in a process of its own inside a
+A Llama-shaped model of 1.1 billion parameters as a random bf16 checkpoint (2.2 GB), the same in 4 bits, and OPT-6.7B's
+shape in 4 bits (3.8 GB); made once, in --folder. Each case is a `flexrun bench` in a process of its own inside a
 memory cgroup whose limit counts the page cache too (root, cgroup v1 or v2; says so and runs without a limit
 elsewhere). Reports efficiency against the bound, planned and measured bytes, peak RSS. Table, then JSON.
 """
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +41,47 @@ CONFIG = {
     "eos_token_id": 2,
 }
 
-# Budgets are what flexrun may use; interpreter and libraries (about 400 MB) are on top within the limit.
-CASES: dict[str, tuple[str, list[str]]] = {
-    "bf16": (
-        "1500MB",
-        ["--weights", "0,0,1", "--cache", "0,1,0", "--cache-format", "bf16", "--cpu-mem", "1010MB"],
+
+def _shape(gpu_batch_size: int, num_gpu_batches: int) -> list[str]:
+    return ["--gpu-batch-size", str(gpu_batch_size), "--num-gpu-batches", str(num_gpu_batches)]
+
+
+# Budgets (--cpu-mem) are what flexrun may use; interpreter and libraries are on top, within the limit.
+MANY = ["--prompt-len", "64", "--gen-len", "32", "--num-requests", "128"]
+FEW = ["--prompt-len", "16", "--gen-len", "4", "--num-requests", "8"]
+ON_DISK = ["--weights", "0,0,1", "--cache-format", "bf16", "--schedule", "static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """limit: of the cgroup. model: a folder's name. flags: of flexrun bench."""
+
+    limit: str
+    model: str
+    flags: list[str]
+
+
+CASES = {
+    "bf16": Case(
+        limit="1500MB",
+        model="llama-1.1b-bf16",
+        flags=[*MANY, *ON_DISK, "--cache", "0,1,0", "--cpu-mem", "1010MB", *_shape(64, 2)],
     ),
-    "int4": (
-        "1500MB",
-        ["--weights", "0,0,1", "--cache", "0,1,0", "--cache-format", "bf16", "--cpu-mem", "1010MB"],
+    "int4": Case(
+        limit="1500MB",
+        model="llama-1.1b-int4-g64",
+        flags=[*MANY, *ON_DISK, "--cache", "0,1,0", "--cpu-mem", "1010MB", *_shape(64, 2)],
     ),
-    "int4-disk-cache": (
-        "700MB",
-        ["--weights", "0,0,1", "--cache", "0,0,1", "--cache-format", "bf16", "--cpu-mem", "330MB"],
+    "int4-disk-cache": Case(
+        limit="700MB",
+        model="llama-1.1b-int4-g64",
+        flags=[*MANY, *ON_DISK, "--cache", "0,0,1", "--cpu-mem", "380MB", *_shape(16, 2)],
     ),
-}
-SHAPES = {
-    "bf16": ["--gpu-batch-size", "64", "--num-gpu-batches", "2"],
-    "int4": ["--gpu-batch-size", "64", "--num-gpu-batches", "2"],
-    "int4-disk-cache": ["--gpu-batch-size", "16", "--num-gpu-batches", "8"],
+    "opt-6.7b": Case(
+        limit="3GB",
+        model="opt-6.7b-int4-g64",
+        flags=[*FEW, *ON_DISK, "--cache", "0,1,0", "--cpu-mem", "2400MB", *_shape(8, 1)],
+    ),
 }
 
 
@@ -141,16 +165,29 @@ class MemoryLimit:
                 pass
 
 
-def run_case(name: str, model: str, *, limit: str | None, extra: list[str], folder: Path) -> dict[str, Any]:
-    wanted, flags = CASES[name]
-    limit_bytes = parse_bytes(limit or wanted)
+def make_model(name: str, folder: Path) -> Path:
+    """The case's model, made if it is not there. Packing happens outside of the limit: it is a job of its own."""
+    path = folder / name
+    if name == "llama-1.1b-bf16":
+        make_checkpoint(path)
+    elif not path.is_dir():
+        if name.startswith("llama"):
+            source = ["-m", str(make_model("llama-1.1b-bf16", folder))]
+        else:
+            source = ["-m", name.removesuffix("-int4-g64"), "--dummy-weights"]
+        pack = ["pack", *source, "--weight-format", "int4-g64", "-o", str(path)]
+        subprocess.run([sys.executable, "-m", "flexrun", *pack], check=True)
+    return path
+
+
+def run_case(name: str, *, limit: str | None, extra: list[str], folder: Path) -> dict[str, Any]:
+    case = CASES[name]
+    limit_bytes = parse_bytes(limit or case.limit)
     group = MemoryLimit(f"flexrun-small-ram-{os.getpid()}", limit_bytes)
     command = [
-        *(sys.executable, "-m", "flexrun", "bench", "-m", model, "--json"),
-        *("--prompt-len", "64", "--gen-len", "32", "--num-requests", "128", "--schedule", "static"),
+        *(sys.executable, "-m", "flexrun", "bench", "-m", str(make_model(case.model, folder)), "--json"),
         *("--disk-dir", str(folder / "spill")),
-        *flags,
-        *SHAPES[name],
+        *case.flags,
         *extra,
     ]
     try:
@@ -176,19 +213,9 @@ def main() -> None:
     parser.add_argument("--limit", help="instead of the case's own limit")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "flexrun" / "experiments")
     args, extra = parser.parse_known_args()
-    model = args.folder / "llama-1.1b-bf16"
-    make_checkpoint(model)
     results = []
     for name in CASES if args.case == "all" else (args.case,):
-        if "int4" in name:  # packing is done before, outside of the limit: it is a job of its own
-            packed = args.folder / "llama-1.1b-int4-g64"
-            if not packed.is_dir():
-                pack = ["pack", "-m", str(model), "--weight-format", "int4-g64", "-o", str(packed)]
-                subprocess.run([sys.executable, "-m", "flexrun", *pack], check=True)
-            source = str(packed)
-        else:
-            source = str(model)
-        result = run_case(name, source, limit=args.limit, extra=extra, folder=args.folder)
+        result = run_case(name, limit=args.limit, extra=extra, folder=args.folder)
         results.append(result)
         if "failed" in result:
             print(f"{name}: failed ({result['failed']})\n{result['stderr']}")

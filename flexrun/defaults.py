@@ -6,6 +6,7 @@ block is as large as the cache budget allows. The planner (policy.search) does b
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from offload.memory import TierBudgets
@@ -16,6 +17,10 @@ from policy.workload import Limits
 
 MEAN_TOKENS = 1024
 """Tokens per sequence that the page pool is sized for when lengths are unknown; longer ones take more pages."""
+
+CHUNK_TOKENS = (1024, 512, 256)
+"""Tokens computed at once: fewer need less memory to work in and cost little, so they are tried before less of
+anything else is kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +94,21 @@ def default_policy(
         sizes = sorted({min(size, max(1, num_requests)) for size in sizes}, reverse=True)
     shortfalls: list[tuple[int, Tier, int]] = []
     for size in sizes:
-        limits = default_limits(
-            gpu_batch_size=size,
-            max_model_len=max_model_len,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
-            schedule=wish.schedule,
-            page_tokens=page_tokens,
-            pass_tokens=pass_tokens,
-        )
-        for policy in _candidates(footprint, wish, size, budgets, first_tier):
+        options = [
+            default_limits(
+                gpu_batch_size=size,
+                max_model_len=max_model_len,
+                prompt_len=prompt_len,
+                gen_len=gen_len,
+                schedule=wish.schedule,
+                page_tokens=page_tokens,
+                chunk_tokens=chunk_tokens,
+                pass_tokens=pass_tokens,
+            )
+            for chunk_tokens in CHUNK_TOKENS
+        ]
+        candidates = _candidates(footprint, wish, size, budgets, first_tier)
+        for policy, limits in itertools.product(candidates, dict.fromkeys(options)):
             plan = memory_plan(footprint, policy, limits, first_tier=first_tier, compute_dtype=compute_dtype)
             short = [
                 (plan.tier_bytes(t) - budgets.of(t), t) for t in Tier if plan.tier_bytes(t) > budgets.of(t)

@@ -9,6 +9,7 @@ from flexrun.defaults import Wish, default_policy
 from flexrun.model.config import config_from_hf
 from flexrun.model.footprint import model_footprint
 from offload.memory import TierBudgets
+from policy.memory_plan import memory_plan
 from policy.tiers import Placement, Tier
 
 TINY = {
@@ -142,6 +143,33 @@ def test_the_built_in_choice_keeps_weights_in_the_fastest_memory_that_holds_them
         gen_len=8,
     )
     assert limits.max_tokens == 72
+
+
+def test_memory_to_work_in_shrinks_before_weights_leave_memory():
+    def choice(cpu_bytes):
+        return default_policy(
+            footprint(),
+            Wish(gpu_batch_size=16),
+            budgets=TierBudgets(cpu_bytes=cpu_bytes, disk_bytes=1 << 30),
+            first_tier=Tier.CPU,
+            compute_dtype="f32",
+            max_model_len=128,
+            prompt_len=64,
+            gen_len=8,
+        )
+
+    def needed(policy, limits):
+        plan = memory_plan(footprint(), policy, limits, first_tier=Tier.CPU, compute_dtype="f32")
+        return plan.tier_bytes(Tier.CPU)
+
+    policy, limits = choice(1 << 30)
+    assert limits.chunk_tokens == 1024 and policy.weights == Placement(cpu_frac=1.0)
+    tighter, fewer = choice(needed(policy, limits) - 1)
+    assert fewer.chunk_tokens == 512 and tighter == policy
+    tightest, fewest = choice(needed(policy, fewer) - 1)
+    assert fewest.chunk_tokens == 256 and tightest == policy
+    streamed, _ = choice(needed(policy, fewest) - 1)
+    assert streamed.weights.disk_frac > 0
 
 
 def test_a_budget_too_small_for_anything_names_the_least_that_would_do():
