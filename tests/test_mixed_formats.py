@@ -25,11 +25,13 @@ from flexrun.model.footprint import model_footprint
 from flexrun.model.specs import UnitSpec
 from flexrun.request import SamplingParams
 from flexrun.runtime import Runtime, layout_footprint
+from offload import weights as weights_module
 from offload.device import make_device
 from offload.memory import TierBudgets
 from offload.units import TensorSpec
-from offload.weights import UnitLayout, WeightSource
+from offload.weights import UnitLayout, WeightSource, unit_layout
 from policy.tiers import Tier
+from quant.packed import PackedTensor
 
 # As llama.cpp mixes them: "medium" K types with more bits for half of the values, differing by layer.
 MIXES: dict[str, dict[str, Any]] = {
@@ -159,18 +161,33 @@ def test_the_file_itself_gives_the_same_tokens(weights: str, mixed: Mixed, tmp_p
 
 
 def test_unpacking_gives_one_matrix_and_few_tokens_leave_the_parts_packed(
-    mixed: Mixed, tmp_path: Path
+    mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(weights_module, "crossover_tokens", lambda fmt, dtype: 80)
     with opened(mixed, mixed.packed, tmp_path, weights="c") as runtime:
         qkv = runtime.weights.weights(1, -1, 10_000)["qkv"]
         if "F32" not in MIXES[mixed.name]["kinds"].values():
             assert isinstance(qkv, torch.Tensor) and qkv.shape == (512, 256) and qkv.is_contiguous()
-        few = runtime.weights
-        few.forget()
-        parts = few.weights(1, -1, 1)["qkv"].parts
+        runtime.weights.forget()
+        parts = runtime.weights.weights(1, -1, 1)["qkv"].parts
         assert [part.shape[0] for part in parts] == [
             s.shape[0] for s in mixed.packed.layout(mixed.model.units[1]).slots if s.name == "qkv"
         ]
+
+
+def test_each_part_is_unpacked_where_that_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a crossover of its own for each format, q and k stay packed while v is unpacked, in its share of scratch."""
+    mixed = Mixed("q4_k_m", tmp_path)
+    monkeypatch.setattr(
+        weights_module, "crossover_tokens", lambda fmt, dtype: 100 if fmt.base == "q4_k" else 0
+    )
+    with opened(mixed, mixed.packed, tmp_path, weights="c") as runtime:
+        made = runtime.weights.weights(1, -1, 50)
+        qk, v = made["qkv"].parts
+        assert isinstance(qk, PackedTensor) and qk.format.name == "q4_k"
+        assert isinstance(v, torch.Tensor) and torch.equal(v, mixed.values["blk.0.attn_v.weight"])
+        assert isinstance(made["out"], PackedTensor)
+        assert tokens_of(run_jobs(Engine(runtime, tokenizer=None), mixed.jobs)) == mixed.expected
 
 
 def test_bf16_arithmetic_runs_too(mixed: Mixed, tmp_path: Path) -> None:
@@ -269,3 +286,7 @@ def test_layouts_refuse_pieces_that_are_no_matrix(tmp_path: Path) -> None:
     layout = source.layout(model.units[1])
     with pytest.raises(ValueError, match="tensor qkv is in pieces"):
         UnitLayout(slots=(*layout.slots[:1], *layout.slots[2:]), nbytes=layout.nbytes)
+    specs = model.units[1].tensors
+    formats = source.formats_of(model.units[1])
+    with pytest.raises(ValueError, match="qkv has 512 rows, its formats are given for 384"):
+        unit_layout(specs, formats | {"qkv": formats["qkv"][:1]})

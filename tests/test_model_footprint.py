@@ -18,7 +18,8 @@ from flexrun.model.footprint import (
     linear_flops_per_token,
     model_footprint,
 )
-from flexrun.model.specs import unit_specs
+from flexrun.model.specs import UnitSpec, unit_specs
+from offload.units import TensorSpec
 from quant.formats import parse_format
 
 LLAMA_2_7B = {
@@ -136,3 +137,24 @@ def test_counting_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numba' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_in_several_formats_are_counted_each_by_itself() -> None:
+    config = config_from_hf(LLAMA_2_7B)
+
+    def format_of(unit: UnitSpec, spec: TensorSpec, asked: str) -> str | list[tuple[int, str]]:
+        if spec.name == "qkv":
+            return [(8192, "q4_k"), (4096, "q6_k")]
+        return "f32" if spec.kind == "vector" else "q4_k"
+
+    unit = model_footprint(config, name="mixed", native="mixed", format_of=format_of).units[1]
+    rows, width = 4096, 4096 // 256
+    expected = 4 * 4096 + (2 * rows * 144 + rows * 210 + rows * 144) * width
+    assert unit.nbytes == {"mixed": -(-expected // 4096) * 4096}
+    assert unit.linear_shapes == ((12_288, 4096), (4096, 4096))
+    with pytest.raises(ValueError, match=r"layers\.0\.attn: qkv has 12288 rows"):
+        model_footprint(
+            config,
+            name="short",
+            format_of=lambda unit, spec, asked: [(5, "f32")] if spec.name == "qkv" else "f32",
+        )
