@@ -1,248 +1,222 @@
 """Proof of the accelerator path on a machine that has one; says so and exits 0 where there is none.
 
     make gpu-check            (PYTHON=... names the interpreter; nothing is installed, no network)
+    python experiments/gpu_check.py --device cpu      the same checks on the emulated gpu tier, at toy sizes
 
-Needs torch >= 2.9, numpy and safetensors; uses numba, triton and pulp if they are there. Checks, in a few
-minutes: parity of the accelerator with the CPU over several placements, copies beside compute (weights and
-cache), upload and download against plain pinned copies, peak device memory against the budget, throughput of a
-dummy model at several placements. Prints one table; the last line is JSON. Exit status 1 if a check failed.
+Needs torch >= 2.9, numpy and safetensors; uses numba and triton if they are there. Checks: kernels against plain
+torch, order across streams, upload and download against plain pinned copies, the same tokens as the CPU at every
+placement, peak device memory against the plan, throughput of a dummy model at several placements, overlap.
+
+Every check is one row, whatever happens to it: checks run in a worker process that is replaced when one fails or
+takes too long, and all together take at most --seconds. The last line is JSON. Exit status 1 if a check failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import queue
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-MIB = 1 << 20
-
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 1024,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LARGE = {
-    **TINY,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-}
+MARK = "@row "
+TOTAL_SECONDS = 450.0
 
 
-def model_folder(root: Path, name: str, config: dict[str, Any]) -> str:
-    folder = root / name
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+# -- the worker --------------------------------------------------------------------------------------------
 
 
-class Report:
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+def work(names: list[str], device: str, root: Path) -> int:
+    """Run checks in order, a marked JSON line for each, and stop after one that fails."""
+    from experiments.gpu_check_cases import CHECKS, Setting
 
-    def check(self, name: str, work: Callable[[], tuple[bool, str, dict[str, Any]]]) -> None:
+    setting = Setting(device=device, root=root)
+    for name in names:
+        print(MARK + json.dumps({"begins": name}), flush=True)
         began = time.perf_counter()
         try:
-            good, text, data = work()
+            status, text, data = CHECKS[name].run(setting)
         except Exception as error:
-            good, text, data = False, f"{type(error).__name__}: {error}", {}
             traceback.print_exc()
-        row = {"check": name, "passed": good, "result": text, "seconds": time.perf_counter() - began, **data}
+            first = (str(error).strip().splitlines() or [""])[0]
+            status, text, data = "fail", f"{type(error).__name__}: {first}", {}
+        row = {
+            "check": name,
+            "status": status,
+            "result": text,
+            "seconds": time.perf_counter() - began,
+            **data,
+        }
+        print(MARK + json.dumps(row, default=str), flush=True)
+        if status == "fail":
+            # The device may be unusable from here on; even tidying up could hang.
+            sys.stderr.flush()
+            os._exit(3)
+    return 0
+
+
+# -- the parent --------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that runs checks; its marked lines arrive in a queue, None at its end."""
+
+    def __init__(self, names: list[str], device: str, root: Path, off: list[str]) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--root", str(root)]
+        environment = dict(os.environ)
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
+        if off:
+            given = environment.get("FLEXRUN_KERNELS", "")
+            environment["FLEXRUN_KERNELS"] = ",".join([given, *off] if given else off)
+        self._process = subprocess.Popen(
+            [*command, "--work", json.dumps(names)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.rows: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                self.rows.put(json.loads(line.removeprefix(MARK)))
+            else:
+                print(line, end="", file=sys.stderr)
+        self.rows.put(None)
+
+    def end(self) -> int:
+        """Its exit status; killed if it has not ended by itself."""
+        try:
+            return self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Run:
+    """Runs all checks and keeps their rows."""
+
+    def __init__(self, names: list[str], device: str, root: Path, seconds: float) -> None:
+        from experiments.gpu_check_cases import CHECKS
+
+        self._checks = CHECKS
+        self._left = list(names)
+        self._device = device
+        self._root = root
+        self._deadline = time.monotonic() + seconds
+        self._off: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def note(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        print(f"{'ok  ' if good else 'FAIL'} {name:34} {text}", flush=True)
+        name, status = row["check"], row["status"]
+        print(f"{status.ljust(4)}  {name:34} {row['seconds']:6.1f} s  {row['result']}", flush=True)
+        off = self._checks[name].off
+        if status == "fail" and off:
+            self._off.append(off)
+
+    def all(self) -> None:
+        while self._left:
+            if time.monotonic() > self._deadline - 5:
+                for name in self._left:
+                    self.note({"check": name, "status": "skip", "result": "no time left", "seconds": 0.0})
+                return
+            self._one_worker()
+
+    def _one_worker(self) -> None:
+        worker = Worker(self._left, self._device, self._root, self._off)
+        try:
+            self._follow(worker)
+        finally:
+            worker.kill()
+
+    def _follow(self, worker: Worker) -> None:
+        """Take rows until the worker ends or a check takes too long."""
+        name, began = "", time.monotonic()
+        while True:
+            limit = self._checks[name].limit_seconds if name else 60.0
+            until = min(began + limit, self._deadline)
+            try:
+                row = worker.rows.get(timeout=max(0.1, until - time.monotonic()))
+            except queue.Empty:
+                late = "the whole run's time was over" if until == self._deadline else f"over {limit:.0f} s"
+                self._lost(name, began, f"given up: {late}")
+                return
+            if row is None:
+                if self._left:
+                    status = worker.end()
+                    if status != 3 or name:
+                        self._lost(name, began, f"the process ended with status {status}")
+                return
+            if "begins" in row:
+                name, began = row["begins"], time.monotonic()
+                continue
+            self._left.remove(row["check"])
+            self.note(row)
+            name, began = "", time.monotonic()
+
+    def _lost(self, name: str, began: float, why: str) -> None:
+        """A check that left no row; before the first one began, the next in line is to blame."""
+        name = name or self._left[0]
+        self._left.remove(name)
+        self.note({"check": name, "status": "fail", "result": why, "seconds": time.monotonic() - began})
 
 
-def placement(gpu: float, cpu: float, disk: float) -> Any:
-    from policy.tiers import Placement
-
-    return Placement(gpu_frac=gpu, cpu_frac=cpu, disk_frac=disk)
-
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "all on the device": {"weights": (1, 0, 0), "cache": (1, 0, 0)},
-    "weights streamed from cpu": {"weights": (0, 1, 0), "cache": (1, 0, 0)},
-    "cache in cpu memory": {"weights": (1, 0, 0), "cache": (0, 1, 0)},
-    "CPU attention": {"weights": (0.5, 0.5, 0), "cache": (0, 1, 0), "cpu_attention_frac": 0.5},
-    "all in cpu memory, 4 bits": {
-        "weights": (0, 1, 0),
-        "cache": (0, 1, 0),
-        "weight_format": "int4-g64",
-        "cache_format": "int4",
-    },
-    "weights on disk": {"weights": (0, 0, 1), "cache": (1, 0, 0), "weight_format": "int4-g64"},
-}
-
-
-def llm_options(spec: dict[str, Any]) -> dict[str, Any]:
-    options = dict(spec)
-    for name in ("weights", "cache"):
-        options[name] = placement(*options[name])
-    return options
-
-
-def greedy(model: str, root: Path, device: str, dtype: str, **options: Any) -> list[list[int]]:
-    from flexrun import LLM, SamplingParams
-
-    with LLM(
-        model,
-        device=device,
-        dtype=dtype,
-        dummy_weights=True,
-        disk_dir=root / "spill",
-        gpu_batch_size=4,
-        num_gpu_batches=2,
-        prompt_len=96,
-        gen_len=8,
-        page_tokens=16,
-        **options,
-    ) as llm:
-        prompts = [[(7 * i + j * 13) % 1000 + 3 for j in range(8 + 11 * i)] for i in range(8)]
-        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
-
-
-def parity(root: Path, device: str) -> tuple[bool, str, dict[str, Any]]:
-    """fp32 tokens of every placement equal the CPU's (same weights, same formats)."""
-    model = model_folder(root, "tiny", TINY)
-    bad: list[str] = []
-    for name, spec in POLICIES.items():
-        options = llm_options(spec)
-        formats = {k: options[k] for k in ("weight_format", "cache_format") if k in options}
-        reference = greedy(model, root, "cpu", "float32", **formats)
-        found = greedy(model, root, device, "float32", **options)
-        if found != reference:
-            bad.append(name)
-    text = "equal tokens" if not bad else f"differ: {', '.join(bad)}"
-    return not bad, f"{len(POLICIES) - len(bad)}/{len(POLICIES)} placements, {text}", {}
-
-
-def bandwidth(upload: bool, device_name: str) -> tuple[bool, str, dict[str, Any]]:
-    """Our arena copies beside a plain pinned torch copy of the same size."""
-    import torch
-
-    from offload.device import make_device
-    from offload.profile import best_seconds, copy_bytes_per_s
-
-    device = make_device(device_name)
-    n = 256 * MIB
-    host = torch.empty(n, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(n, dtype=torch.uint8, device=device.torch_device)
-    source, dest = (host, there) if upload else (there, host)
-    plain = n / best_seconds(lambda: dest.copy_(source, non_blocking=True), device)
-    ours = copy_bytes_per_s(device, upload=upload, n_bytes=n)
-    good = ours > 0.8 * plain
-    return good, f"{ours / 1e9:.1f} GB/s, plain {plain / 1e9:.1f} GB/s", {"bytes_per_s": ours, "plain": plain}
-
-
-def run_large(root: Path, device: str, name: str, *, overlap: bool = True) -> dict[str, Any]:
-    """A dummy model of 3 billion parameters at one placement, through `flexrun.bench`."""
-    import torch
-
-    from flexrun import LLM
-    from flexrun.bench import run_bench
-
-    options = llm_options(POLICIES[name])
-    torch.get_device_module(device).reset_peak_memory_stats()
-    with LLM(
-        model_folder(root, "large", LARGE),
-        device=device,
-        dummy_weights=True,
-        disk_dir=root / "spill",
-        gpu_batch_size=64,
-        num_gpu_batches=2,
-        prompt_len=256,
-        gen_len=16,
-        overlap=overlap,
-        **{"weight_format": "bf16", **options},
-    ) as llm:
-        result = run_bench(llm, prompt_len=256, gen_len=16, num_requests=128).to_dict()
-        budget = sum(n for (tier, _), n in llm.runtime.plan.items.items() if tier == 0)
-    result["peak_device_bytes"] = torch.get_device_module(device).max_memory_allocated()
-    result["planned_device_bytes"] = budget
-    return result
-
-
-def throughput(root: Path, device: str, name: str) -> tuple[bool, str, dict[str, Any]]:
-    result = run_large(root, device, name)
-    peak, planned = result["peak_device_bytes"], result["planned_device_bytes"]
-    text = (
-        f"{result['generated_tokens_per_s']:.0f} tok/s, efficiency {result['efficiency_frac']:.2f}, "
-        f"device {peak / MIB:.0f} of {planned / MIB:.0f} MiB planned"
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, an accelerator such as cuda, or cpu")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all checks together")
+    parser.add_argument(
+        "--only", default="", help="run the checks whose names contain one of these, comma-separated"
     )
-    keep = (
-        "generated_tokens_per_s",
-        "total_tokens_per_s",
-        "efficiency_frac",
-        "prefill_seconds",
-        "decode_seconds",
-    )
-    data = {key: result[key] for key in keep}
-    return peak <= planned * 1.05, text, {**data, "peak_device_bytes": peak, "planned_device_bytes": planned}
-
-
-def overlap(root: Path, device: str, name: str) -> tuple[bool, str, dict[str, Any]]:
-    """The same run with and without overlap; with it, wall time is near the busiest lane's."""
-    on, off = run_large(root, device, name), run_large(root, device, name, overlap=False)
-    busiest = max(lane["busy_seconds"] for lane in on["lanes"].values())
-    ratio, gain = on["wall_seconds"] / busiest, off["wall_seconds"] / on["wall_seconds"]
-    text = f"wall {ratio:.2f}x the busiest lane, {gain:.2f}x faster than without overlap"
-    return ratio < 1.25 and gain > 1.02, text, {"wall_over_busiest": ratio, "gain": gain}
-
-
-def main() -> int:
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.work is not None:
+        return work(json.loads(options.work), options.device, options.root)
     try:
         import torch
     except ImportError:
-        print(f"{sys.executable} has no torch: nothing to check; name another interpreter with PYTHON=...")
-        print(json.dumps({"accelerator": None, "checks": []}))
-        return 0
-    if not torch.accelerator.is_available():
-        print("no accelerator on this machine: nothing to check")
-        print(json.dumps({"accelerator": None, "checks": []}))
-        return 0
-    device = torch.accelerator.current_accelerator().type
-    name = torch.get_device_module(device).get_device_name(0)
-    print(f"{name}, torch {torch.__version__}, {sys.executable}")
-    report = Report()
-    with tempfile.TemporaryDirectory(prefix="flexrun-gpu-check-") as folder:
-        root = Path(folder)
-        report.check("parity with the CPU", lambda: parity(root, device))
-        report.check("upload bandwidth", lambda: bandwidth(True, device))
-        report.check("download bandwidth", lambda: bandwidth(False, device))
-        for policy in (
-            "all on the device",
-            "weights streamed from cpu",
-            "cache in cpu memory",
-            "CPU attention",
-        ):
-            report.check(f"throughput: {policy}", lambda p=policy: throughput(root, device, p))
-        report.check("throughput: 4 bits", lambda: throughput(root, device, "all in cpu memory, 4 bits"))
-        report.check("overlap: weights", lambda: overlap(root, device, "weights streamed from cpu"))
-        report.check("overlap: cache", lambda: overlap(root, device, "cache in cpu memory"))
-    print(json.dumps({"accelerator": name, "torch": torch.__version__, "checks": report.rows}))
-    return 0 if all(row["passed"] for row in report.rows) else 1
+        return nothing(f"{sys.executable} has no torch: nothing to check; name another with PYTHON=...")
+    device = options.device
+    if device == "auto":
+        found_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if found_device is None:
+            return nothing("no accelerator on this machine: nothing to check")
+        device = found_device.type
+    from experiments.gpu_check_cases import CHECKS
+
+    wanted = options.only.split(",")
+    names = [name for name in CHECKS if any(word in name for word in wanted)]
+    with tempfile.TemporaryDirectory(prefix="flexrun-gpu-check-", ignore_cleanup_errors=True) as folder:
+        run = Run(names, device, Path(folder), options.seconds)
+        try:
+            run.all()
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+    found = {status: sum(row["status"] == status for row in run.rows) for status in ("ok", "fail", "skip")}
+    print(", ".join(f"{n} {status}" for status, n in found.items()))
+    accelerator = next((row["accelerator"] for row in run.rows if "accelerator" in row), device)
+    print(json.dumps({"accelerator": accelerator, "torch": torch.__version__, "checks": run.rows}))
+    return 0 if run.rows and not found["fail"] else 1
+
+
+def nothing(reason: str) -> int:
+    print(reason)
+    print(json.dumps({"accelerator": None, "checks": []}))
+    return 0
 
 
 if __name__ == "__main__":

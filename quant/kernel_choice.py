@@ -2,7 +2,7 @@
 
 Being installed is not enough: numba refuses versions of numpy that it does not know, and Triton needs a compiler
 for its launcher. So numba is imported, and Triton's kernels unpack a few numbers that plain torch unpacks too, before
-either is relied on. FLEXRUN_KERNELS=torch turns both off.
+either is relied on. The variable FLEXRUN_KERNELS turns them off: no-numba, no-triton, or both as torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 _TRITON_DEVICES = ("cuda", "xpu")
 
 
-def torch_only() -> bool:
-    """Whether the user wants plain torch."""
-    return os.environ.get("FLEXRUN_KERNELS", "") == "torch"
+def _turned_off(name: str) -> bool:
+    words = os.environ.get("FLEXRUN_KERNELS", "").split(",")
+    return "torch" in words or f"no-{name}" in words
 
 
 def has_native_bf16() -> bool:
@@ -34,7 +34,7 @@ def has_native_bf16() -> bool:
 @lru_cache(maxsize=1)
 def has_numba() -> bool:
     """Whether the CPU kernels can be compiled; imports numba on the first call."""
-    if torch_only():
+    if _turned_off("numba"):
         return False
     try:
         import numba  # noqa: F401
@@ -47,7 +47,7 @@ def has_numba() -> bool:
 @lru_cache(maxsize=8)
 def has_triton(device_type: str) -> bool:
     """Whether the Triton kernels compile on that kind of device and unpack what plain torch unpacks."""
-    if torch_only() or device_type not in _TRITON_DEVICES:
+    if _turned_off("triton") or device_type not in _TRITON_DEVICES:
         return False
     try:
         from quant.kernels_triton import self_test
