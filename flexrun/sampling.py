@@ -19,10 +19,12 @@ Order of operations on one row of logits (float32), each step only where it is a
 Steps 2 to 8 are vLLM's. Reported log-probabilities are those of the model: log-softmax of the logits before
 all steps.
 
-A draw uses one uniform number made by hashing (seed, index of the completion, position of the token), so a
-request with a seed gives the same tokens whatever runs beside it, on any device, also after a restart; a
-request without one hashes a seed of its own from the system's entropy. The token is found in the cumulative
-distribution in the order of ids.
+A draw gives every token an exponential number made by hashing (seed, index of the completion, position of the
+token, token id) and takes the token of the largest quotient of probability and number, which draws in proportion
+to the probabilities (the Gumbel-max trick). So a request with a seed gives the same tokens whatever runs beside
+it, on any device, also after a restart; a request without one hashes a seed of its own from the system's entropy.
+Like a greedy choice, a draw changes with the last bits of the logits only where the two largest quotients are
+almost tied; walking the cumulative distribution would move with every token before it.
 """
 
 from __future__ import annotations
@@ -123,10 +125,10 @@ class SamplingState:
         params = self.params
         return params.greedy and not (params.uses_penalties or len(self.bias_ids) or self.masks_ends)
 
-    def uniform(self) -> float:
-        """The next draw's number in [0, 1): a function of seed, completion and position alone."""
+    def draw_key(self) -> tuple[int, int]:
+        """Two 32-bit numbers for the next draw: a function of seed, completion and position alone."""
         digest = hashlib.blake2b(self._key + struct.pack("<q", self.n_generated), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+        return struct.unpack("<II", digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,8 +274,7 @@ def _choose(work: torch.Tensor, states: list[SamplingState]) -> tuple[torch.Tens
         top = torch.where(possible, best, 0.0)[index, None]
         weights = drawing.sub_(top).div_(temperatures)
         weights = _weights(weights, params)
-        uniform = _column(work, [states[row].uniform() for row in random], torch.float64)
-        token_ids[index] = _draw(weights, uniform)
+        token_ids[index] = _draw(weights, [states[row].draw_key() for row in random])
     return token_ids, possible
 
 
@@ -425,12 +426,51 @@ def _typical_limit(
     return limit, position[:, 0] < nearest.shape[1]
 
 
-def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Ids (rows,) where the cumulative weights (rows, vocab_size) pass ``uniform`` (rows, 1) of the total."""
-    cumulative = weights.double().cumsum(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    # Strictly above the target, so a token of weight zero is never chosen.
-    token_ids = torch.searchsorted(cumulative, uniform * total, right=True)
-    # The product may round up to the total: then it is the last token of any weight.
-    last = torch.searchsorted(cumulative, total)
-    return torch.minimum(token_ids, last)[:, 0]
+def _draw(weights: torch.Tensor, keys: list[tuple[int, int]]) -> torch.Tensor:
+    """Ids (rows,) drawn in proportion to weights (rows, vocab_size), of which some are above zero."""
+    return (weights / _exponentials(keys, weights.shape[1], weights.device)).argmax(dim=-1)
+
+
+def _exponentials(keys: list[tuple[int, int]], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Exponential numbers of mean 1, float32 (rows, vocab_size), above zero and finite."""
+    if device.type == "cpu":
+        bits = torch.from_numpy(_hash_numpy(np.array(keys, np.uint32), vocab_size).astype(np.float32))
+    else:
+        bits = _hash_torch(torch.tensor(keys, dtype=torch.int64, device=device), vocab_size).float()
+    # Small numbers decide, so they keep all 32 bits: uniform in (0, 1), the logarithm of what is left of 1.
+    uniform = bits.add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+# The hash: a token's number, multiplied by the golden ratio, goes through murmur3's finisher twice, each time with
+# one half of the key. uint32 arithmetic, the same on every device.
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+
+
+def _hash_numpy(keys: np.ndarray, vocab_size: int) -> np.ndarray:
+    """uint32 keys (rows, 2) -> uint32 (rows, vocab_size)."""
+    x = np.arange(vocab_size, dtype=np.uint32) * np.uint32(_GOLDEN) ^ keys[:, :1]
+    shifted = np.empty_like(x)
+    for second in (None, keys[:, 1:]):
+        if second is not None:
+            x += second
+        for shift, factor in ((16, _MIX_1), (13, _MIX_2), (16, None)):
+            np.right_shift(x, np.uint32(shift), out=shifted)
+            x ^= shifted
+            if factor is not None:
+                x *= np.uint32(factor)
+    return x
+
+
+def _hash_torch(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int64 keys (rows, 2) below 2^32 -> int64 (rows, vocab_size), the same numbers as `_hash_numpy`."""
+    low = 0xFFFFFFFF
+    x = ((torch.arange(vocab_size, device=keys.device) * _GOLDEN) & low) ^ keys[:, :1]
+    for second in (None, keys[:, 1:]):
+        if second is not None:
+            x = (x + second) & low
+        for shift, factor in ((16, _MIX_1), (13, _MIX_2), (16, None)):
+            x = x ^ (x >> shift)
+            if factor is not None:
+                x = (x * factor) & low
+    return x

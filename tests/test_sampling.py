@@ -196,6 +196,33 @@ def test_draws_follow_the_distribution(options):
         assert stats.chisquare(counts[kept], expected[kept] * n).pvalue > 1e-3
 
 
+def test_draws_are_as_stable_as_greedy_choices():
+    """Rounding in the logits must not flip draws, as it did where the cumulative distribution was walked."""
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab = 200, 20_000
+    logits = torch.randn((rows, vocab), generator=generator)
+    drifted = logits.clone()
+    drifted[:, : vocab // 2] += 2e-5
+    keys = [state(SamplingParams(seed=i), vocab_size=vocab).draw_key() for i in range(rows)]
+
+    def walked(values):
+        cumulative = values.softmax(-1).double().cumsum(-1)
+        return torch.searchsorted(cumulative, torch.tensor(keys, dtype=torch.float64)[:, :1] * 2.0**-32)[:, 0]
+
+    flips = int((sampling._draw(logits.exp(), keys) != sampling._draw(drifted.exp(), keys)).sum())
+    walked_flips = int((walked(logits) != walked(drifted)).sum())
+    assert flips <= 1 and walked_flips >= 5
+
+
+def test_the_hash_is_the_same_on_every_device():
+    keys = [(0, 0), (2**32 - 1, 1), (123456789, 2**32 - 1)]
+    by_numpy = sampling._hash_numpy(np.array(keys, np.uint32), 3000).astype(np.int64)
+    assert np.array_equal(by_numpy, sampling._hash_torch(torch.tensor(keys), 3000).numpy())
+    noise = sampling._exponentials(keys, 100_000, torch.device("cpu"))
+    assert bool((noise > 0).all() and noise.isfinite().all())
+    assert all(stats.kstest(row.double().numpy(), "expon").pvalue > 1e-3 for row in noise)
+
+
 def test_consecutive_tokens_of_one_request_are_independent():
     logits = torch.zeros(1, 4)
     row = state(SamplingParams(seed=0), vocab_size=4)
