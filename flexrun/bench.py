@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flexrun.audit import MeteredEngine, audit_run
 from flexrun.llm import LLM
 from flexrun.report import peak_rss_bytes
 from flexrun.request import SamplingParams
@@ -26,6 +27,7 @@ from offload.profile import (
 )
 from offload.weights import DTYPE_FORMATS, TensorSlot
 from policy.tiers import Tier
+from policy.workload import Workload
 from quant.linear import crossover_tokens
 
 _CALIBRATION_BYTES = 512 << 20
@@ -57,6 +59,7 @@ class BenchResult:
     bound_seconds: float
     whole_run_bound_seconds: float
     peak_rss: int  # of the run, before the calibration allocates anything
+    audit: dict[str, Any]
     llm: LLM
     notes: list[str] = field(default_factory=list)
 
@@ -103,6 +106,7 @@ class BenchResult:
             "whole_run_bound_seconds": self.whole_run_bound_seconds,
             "efficiency_frac": self.efficiency_frac,
             "policy": self.llm.policy.to_dict(),
+            "audit": self.audit,
             "notes": [*self.llm.notes, *self.notes],
         }
 
@@ -119,32 +123,40 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
     prompts = torch.randint(0, vocab, (num_requests, prompt_len), generator=generator).tolist()
     scoring = gen_len == 0
     params = SamplingParams(temperature=0.0, max_tokens=max(gen_len, 1), ignore_eos=True)
-    engine, lanes = llm.engine, llm.runtime.lanes
+    engine, lanes = MeteredEngine(llm), llm.runtime.lanes
+    stats = llm.engine.stats
     for i, prompt in enumerate(prompts):
         engine.add_request(f"bench-{i}", prompt, params, score_from=prompt_len - 1 if scoring else None)
     totals: dict[str, list[Any]] = {name: [0, 0, 0, 0.0, {}] for name in ("prefill", "decode")}
     began = time.perf_counter()
-    lanes.reset_stats()
+    seen = lanes.stats()
     while engine.has_unfinished():
-        before = (engine.stats.prompt_tokens, engine.stats.generated_tokens)
+        before = (stats.prompt_tokens, stats.generated_tokens)
         step_began = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - step_began
-        prompt_tokens = engine.stats.prompt_tokens - before[0]
-        new = engine.stats.generated_tokens - before[1]
+        prompt_tokens = stats.prompt_tokens - before[0]
+        new = stats.generated_tokens - before[1]
         phase = totals["prefill" if prompt_tokens else "decode"]
         phase[0] += 1
         phase[1] += prompt_tokens + (new if not prompt_tokens else 0)
         phase[2] += new
         phase[3] += seconds
-        for lane, stats in lanes.stats().items():
+        now = lanes.stats()
+        for lane, total in now.items():
             busy, moved = phase[4].get(lane, (0.0, 0))
-            phase[4][lane] = (busy + stats.busy_seconds, moved + stats.bytes)
-        lanes.reset_stats()
+            old = seen[lane]
+            phase[4][lane] = (
+                busy + total.busy_seconds - old.busy_seconds,
+                moved + total.bytes - old.bytes,
+            )
+        seen = now
     llm.runtime.device.synchronize()
     wall = time.perf_counter() - began
     llm.runtime.executor.drain()
     peak = peak_rss_bytes()
+    planned = Workload(prompt_len=prompt_len, gen_len=gen_len, num_requests=num_requests)
+    audit = audit_run(llm, engine, planned)
     phases = [
         Phase(name=name, passes=p[0], tokens=p[1], rows=p[2], seconds=p[3], lanes=p[4])
         for name, p in totals.items()
@@ -166,6 +178,7 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
         bound_seconds=bound,
         whole_run_bound_seconds=whole,
         peak_rss=peak,
+        audit=audit,
         llm=llm,
     )
 

@@ -52,8 +52,9 @@ class LLM:
         weight_format, cache_format: as stored in the checkpoint and in the compute type by default; names
             as in quant.formats and quant.kv_formats. Nothing is quantised unless asked for.
         policy: a Policy; "auto": the planner's choice for this machine's profile (measured first if there is
-            none); None: the same where a profile is at hand and the work is known, else a safe built-in
-            choice. The single fields (weights, cache, activations, gpu_batch_size, ...) fix parts of it.
+            none); "default": the safe built-in choice; None: the planner's where a profile is at hand and the
+            work is known, else the built-in one. The single fields (weights, cache, activations,
+            gpu_batch_size, ...) fix parts of it. `search` then holds what the planner found, None without it.
         workload: what there is to do, for the planner; prompt_len, gen_len and num_requests are its short form.
         gpu_mem, cpu_mem, disk_mem: budgets ("12GiB", "80%", bytes). disk_dir: folder for spill files.
         max_model_len: most tokens of a sequence, at most the model's positions.
@@ -79,7 +80,7 @@ class LLM:
         num_gpu_batches: int | None = None,
         cpu_attention_frac: float = 0.0,
         overlap: bool = True,
-        schedule: ScheduleName = "refill",
+        schedule: ScheduleName | None = None,
         gpu_mem: str | int | None = None,
         cpu_mem: str | int | None = None,
         disk_mem: str | int | None = None,
@@ -94,8 +95,8 @@ class LLM:
         seed: int = 0,
         trace: Trace | None = None,
     ) -> None:
-        if isinstance(policy, str) and policy != "auto":
-            raise ValueError(f'policy must be a Policy, "auto" or None, got {policy!r}')
+        if isinstance(policy, str) and policy not in ("auto", "default"):
+            raise ValueError(f'policy must be a Policy, "auto", "default" or None, got {policy!r}')
         if isinstance(policy, Policy):
             weight_format = policy.weight_format if weight_format == "auto" else weight_format
             cache_format = policy.cache_format if cache_format == "auto" else cache_format
@@ -124,7 +125,7 @@ class LLM:
             cache_format=cache_format,
             cpu_attention_frac=cpu_attention_frac,
             overlap=overlap,
-            schedule=schedule,
+            schedule=schedule or "refill",
         )
         if isinstance(policy, Policy):
             wish = Wish(
@@ -144,7 +145,8 @@ class LLM:
         self.search: SearchResult | None = None
         hardware = None
         placed = wish.weights or wish.cache or wish.activations or wish.cpu_attention_frac
-        if workload is not None and not isinstance(policy, Policy) and not placed and pass_tokens is None:
+        planned = policy in (None, "auto") and not placed and pass_tokens is None
+        if workload is not None and planned:
             if policy == "auto" or find_spec("pulp") is not None:
                 hardware = _hardware(self.device, folder, measure=policy == "auto")
             else:
@@ -164,6 +166,7 @@ class LLM:
                 gpu_batch_size=gpu_batch_size,
                 num_gpu_batches=num_gpu_batches,
                 overlap=overlap,
+                schedule=schedule,
                 max_model_len=None if exact else limit,
                 page_tokens=page_tokens,
             )

@@ -203,3 +203,60 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     Console(file=sys.stderr if stream is None else stream, markup=False, highlight=False).print(table)
+
+
+def print_columns(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    stream: TextIO | None = None,
+) -> None:
+    """A table with headings; the first column names things, the others hold figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, head in enumerate(heads):
+        table.add_column(head, no_wrap=i == 0, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stderr if stream is None else stream, markup=False, highlight=False).print(table)
+
+
+def audit_rows(audit: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(what, planned or predicted, measured, measured / predicted) of a report's audit (flexrun.audit)."""
+    measured, predicted = audit["measured"], audit["predicted"]
+    rows: list[tuple[str, str, str, str]] = []
+
+    def add(name: str, expected: float | None, seconds: float) -> None:
+        if max(expected or 0.0, seconds) < 5e-4:
+            return
+        shown = "-" if expected is None else f"{expected:.2f} s"
+        ratio = f"{seconds / expected:.2f}" if expected else "-"
+        rows.append((name, shown, f"{seconds:.2f} s", ratio))
+
+    add("all passes", predicted and predicted["wall_seconds"], measured["wall_seconds"])
+    for name, phase in measured["phases"].items():
+        theirs = None if predicted is None else predicted["phases"].get(name)
+        add(name, theirs and theirs["wall_seconds"], phase["wall_seconds"])
+        expected = {} if theirs is None else theirs["busy_seconds"]
+        for lane in dict.fromkeys([*phase["busy_seconds"], *expected]):
+            known = None if theirs is None else expected.get(lane, 0.0)
+            add(f"  {lane} busy", known, phase["busy_seconds"].get(lane, 0.0))
+    add("sampling", predicted and predicted["sampling_seconds"], measured["sampling_seconds"])
+    for tier, entry in audit["tiers"].items():
+        planned, used = entry["planned_bytes"], entry["measured_bytes"]
+        ratio = f"{used / planned:.3f}" if planned else "-"
+        # What torch takes while it computes is an allowance beside the arenas, not measured.
+        name = f"{tier} memory, arenas" if tier != "disk" else "disk"
+        rows.append((name, format_bytes(planned), format_bytes(used), ratio))
+    return rows
+
+
+def print_audit(audit: dict[str, Any], *, stream: TextIO | None = None) -> None:
+    """The audit for people: the table, then what is to be said about it."""
+    heads = ("", "planned", "measured", "measured / planned")
+    print_columns(heads, audit_rows(audit), title="the run beside its plan", stream=stream)
+    for note in audit["notes"]:
+        print(f"note: {note}", file=sys.stderr if stream is None else stream)

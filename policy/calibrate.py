@@ -23,7 +23,8 @@ Scale = Callable[[Hardware, float], Hardware]
 PULL = 0.02
 """Residual of a factor e: small beside any deviation that a report shows."""
 MAX_FACTOR = 20.0
-KNOWN, SHARED, UNSEEN = "determined", "only together with others", "not in these reports"
+KNOWN, SHARED, UNSEEN = "yes", "with others", "no"
+"""Whether observations determine a constant: by itself, only together with others, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """factors: constant -> new rate / old rate (of a fixed cost: new / old seconds). seen: constant -> what the
-    observations say of it: KNOWN, SHARED (its effect cannot be told from that of others, which move with it)
+    """factors: constant -> new rate / old rate (of a fixed cost: new / old seconds). seen: constant -> whether
+    the observations determine it: KNOWN, SHARED (its effect cannot be told from that of others, which move with it)
     or UNSEEN. errors: mean absolute relative deviation before and after."""
 
     hardware: Hardware
@@ -145,7 +146,7 @@ def constant_value(hardware: Hardware, name: str) -> float:
         return curve.flops_per_s[0]
     group, _, key = name.partition(".")
     if group == "overhead":
-        return float(hardware.overhead_seconds[key])
+        return float(hardware.overhead_seconds.get(key, 0.0))
     value: Any = getattr(hardware, group)
     if key:
         return float(getattr(value, f"{key}_{'flops' if key == 'prefill' else 'bytes'}_per_s"))

@@ -7,10 +7,11 @@ from a workload and a block's shape, so that planner and runtime agree on them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from policy.tiers import ScheduleName
 from quant.kv_formats import DEFAULT_PAGE_TOKENS, check_page_tokens
@@ -62,6 +63,32 @@ class Workload:
             lengths=tuple((p, g, n) for (p, g), n in sorted(counts.items())),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        return {**data, "lengths": [list(entry) for entry in self.lengths]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Inverse of to_dict. ValueError for anything else."""
+        try:
+            lengths = tuple((int(p), int(g), int(n)) for p, g, n in data["lengths"])
+            return cls(
+                prompt_len=int(data["prompt_len"]),
+                gen_len=int(data["gen_len"]),
+                num_requests=None if data["num_requests"] is None else int(data["num_requests"]),
+                lengths=lengths,
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a workload: {type(error).__name__} {error}") from None
+
+    def describe(self) -> str:
+        """In words: how many requests of which mean lengths, and how far lengths reach."""
+        n = "many" if self.num_requests is None else f"{self.num_requests:,}"
+        text = f"{n} x ({self.prompt_len:,} + {self.gen_len:,} tokens)"
+        if self.lengths:
+            text += f", up to {self.max_prompt_len:,} + {self.max_gen_len:,}"
+        return text
+
     @property
     def max_prompt_len(self) -> int:
         return max((p for p, _, _ in self.lengths), default=self.prompt_len)
@@ -84,6 +111,64 @@ class Workload:
         lengths = self.lengths or ((self.prompt_len, self.gen_len, 1),)
         total = sum(n for _, _, n in lengths)
         return sum(((p + g) // page_tokens) * n for p, g, n in lengths) / total
+
+
+class LengthCounts:
+    """Counts of (prompt_len, gen_len) pairs in bounded memory.
+
+    Exact up to `max_pairs` distinct pairs; beyond, lengths that are near each other share a cell, whose means stand
+    for them, so that totals stay right. The longest lengths stay visible as far as their cell's mean allows.
+    """
+
+    def __init__(self, max_pairs: int = 1024) -> None:
+        if max_pairs < 4:
+            raise ValueError(f"max_pairs must be at least 4, got {max_pairs}")
+        self._max_pairs = max_pairs
+        self._width = 1
+        self._cells: dict[tuple[int, int], list[int]] = {}
+
+    def __len__(self) -> int:
+        """Pairs added so far."""
+        return sum(cell[0] for cell in self._cells.values())
+
+    def add(self, prompt_len: int, gen_len: int, count: int = 1) -> None:
+        """Count a pair. prompt_len at least 1, gen_len at least 0."""
+        if prompt_len < 1 or gen_len < 0 or count < 1:
+            raise ValueError(f"cannot count {(prompt_len, gen_len, count)}")
+        self._put([count, prompt_len * count, gen_len * count])
+        while len(self._cells) > self._max_pairs:
+            self._width *= 2
+            cells, self._cells = self._cells, {}
+            for cell in cells.values():
+                self._put(cell)
+
+    def _put(self, cell: list[int]) -> None:
+        n, prompts, gens = cell
+        # What generates nothing never shares a cell with what does: it is another kind of pass.
+        key = (prompts // n // self._width, (gens // n // self._width + 1) if gens else 0)
+        old = self._cells.get(key)
+        self._cells[key] = cell if old is None else [a + b for a, b in zip(old, cell, strict=True)]
+
+    def workload(self, num_requests: int | None = None) -> Workload | None:
+        """What was counted, None if nothing was. num_requests: how many there really are, if this is a sample.
+
+        Equal lengths make a workload of two numbers, which is planned exactly.
+        """
+        total = len(self)
+        if not total:
+            return None
+        counts: Counter[tuple[int, int]] = Counter()
+        for n, prompts, gens in self._cells.values():
+            counts[max(1, round(prompts / n)), max(1, round(gens / n)) if gens else 0] += n
+        n_prompt = sum(cell[1] for cell in self._cells.values())
+        n_gen = sum(cell[2] for cell in self._cells.values())
+        lengths = tuple((p, g, n) for (p, g), n in sorted(counts.items()))
+        return Workload(
+            prompt_len=max(1, round(n_prompt / total)),
+            gen_len=max(1, round(n_gen / total)) if n_gen else 0,
+            num_requests=num_requests or total,
+            lengths=lengths if len(lengths) > 1 else (),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from flexrun.cli.flags import (
     add_sampling_flags,
     policy_options,
     sampling_options,
+    wants_plan,
 )
 from flexrun.cli.interrupts import StopRequest
 from flexrun.jobs.output import OutputError, OutputRefusedError
@@ -29,6 +30,12 @@ from flexrun.request import SamplingParams
 from policy.tiers import Placement, Policy
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path, monkeypatch):
+    """Nothing is planned here, whatever has been measured on the machine that runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -160,7 +167,13 @@ def _actions():
 
 
 def test_policy_flags(tmp_path):
-    assert policy_options(parse()) == {}
+    assert policy_options(parse()) == {} == policy_options(parse("--policy", "auto"))
+    assert policy_options(parse("--policy", "default", "--gpu-batch-size", "2")) == {
+        "policy": "default",
+        "gpu_batch_size": 2,
+    }
+    assert wants_plan(parse()) and wants_plan(parse("--gpu-batch-size", "4"))
+    assert not wants_plan(parse("--policy", "default")) and not wants_plan(parse("--weights", "0,1,0"))
     options = policy_options(parse("--gpu-batch-size", "8", "--weights", "0,0.5,0.5", "--no-overlap"))
     half = Placement(cpu_frac=0.5, disk_frac=0.5)
     assert options == {"gpu_batch_size": 8, "weights": half, "overlap": False}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexrun.cli.flags import add_model_flags, add_policy_flags, add_sampling_flags, sampling_options
 from flexrun.cli.job import RESUMING, add_job_flags, finish_job, run_job_command
-from flexrun.cli.session import load_llm
+from flexrun.cli.session import Texts, load_llm, prepare_job
 from flexrun.jobs.generation import GenerationJob
 from flexrun.request import SamplingParams
 
@@ -19,6 +19,9 @@ DESCRIPTION = f"""\
 Reads JSON lines: OpenAI Batch requests for /v1/completions and /v1/chat/completions, or plain
 {{"prompt": ...}} and {{"messages": [...]}} lines with an optional "id" and any sampling option.
 Writes one OpenAI Batch result line per request, in the order in which they finish.
+
+Where this machine has been measured (flexrun profile), the input's lengths are sampled and the best
+plan for them is printed and taken. At the end the run is set beside its plan.
 
 {RESUMING}"""
 
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     options = sampling_options(args)
     SamplingParams.from_dict(options)
 
-    def make_kind(llm: LLM) -> GenerationJob:
+    def make_kind(llm: LLM | Texts) -> GenerationJob:
         from flexrun.chat import encode_chat
 
         return GenerationJob(
@@ -54,7 +57,15 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
         )
 
+    def prepare(args: argparse.Namespace) -> dict[str, Any]:
+        return prepare_job(args, make_kind)
+
     summary = run_job_command(
-        args, name=GenerationJob.name, settings={"sampling": options}, make_kind=make_kind, load=load_llm
+        args,
+        name=GenerationJob.name,
+        settings={"sampling": options},
+        make_kind=make_kind,
+        load=load_llm,
+        prepare=prepare,
     )
     return finish_job(summary, args)

@@ -9,15 +9,15 @@ from typing import Any
 
 from flexrun.cli.exits import EXIT_OK, UsageError
 from flexrun.cli.flags import add_model_flags, add_policy_flags, whole_number
-from flexrun.cli.session import load_llm
-from flexrun.report import print_table
+from flexrun.cli.session import choose_formats, load_llm, open_texts
+from flexrun.report import print_audit, print_table
 from offload.host import format_bytes
 
 DESCRIPTION = """\
 Runs prompts of random tokens through the model and reports prefill, decode and total throughput, each
-lane's busy seconds and bytes, planned against measured bytes per tier, and how near the run came to what the
-hardware allows: the sum over the phases of the largest resource time, at rates that a short calibration
-reaches. --gen-len 0 measures scoring."""
+lane's busy seconds and bytes, how near the run came to what the hardware allows (the sum over the phases of the
+largest resource time, at rates that a short calibration reaches), and the run beside its plan: predicted against
+measured seconds per phase and lane, planned against measured bytes per tier. --gen-len 0 measures scoring."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,10 +42,15 @@ def run(args: argparse.Namespace) -> int:
     """Load, run, report."""
     from flexrun.bench import run_bench
     from offload.trace import Trace
+    from policy.workload import Workload
 
     trace = Trace() if args.trace else None
     if args.trace and not Path(args.trace).absolute().parent.is_dir():
         raise UsageError(f"--trace {args.trace}: its folder does not exist")
+    if "auto" in (args.weight_format, args.cache_format):
+        texts = open_texts(args)
+        workload = Workload(prompt_len=args.prompt_len, gen_len=args.gen_len, num_requests=args.num_requests)
+        choose_formats(args, workload, config=texts.config, native=texts.native_format)
     llm = load_llm(
         args, prompt_len=args.prompt_len, gen_len=args.gen_len, num_requests=args.num_requests, trace=trace
     )
@@ -85,7 +90,5 @@ def _show(result: dict[str, Any]) -> None:
             if entry["busy_seconds"] > 0:
                 moved = f", {format_bytes(entry['bytes'])}" if entry["bytes"] else ""
                 rows.append((f"{name}: {lane} lane busy", f"{entry['busy_seconds']:.2f} s{moved}"))
-    for tier, planned in result["planned_bytes"].items():
-        measured = result["measured_bytes"][tier]
-        rows.append((f"{tier} planned, measured", f"{format_bytes(planned)}, {format_bytes(measured)}"))
     print_table(rows)
+    print_audit(result["audit"])

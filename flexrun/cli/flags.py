@@ -156,7 +156,12 @@ def add_policy_flags(parser: argparse.ArgumentParser) -> None:
     """Where everything rests, the shape of a block, formats, and the memory budgets."""
     group = parser.add_argument_group("placement and budgets")
     group.add_argument(
-        "--policy", metavar="FILE", help="a policy or plan in JSON; the flags below change its fields"
+        "--policy",
+        default="auto",
+        metavar="POLICY",
+        help="auto: the planner's choice where this machine has been measured (flexrun profile); default: the"
+        " safe built-in choice; or a file with a policy or plan in JSON, whose fields the flags below change"
+        " (default: auto)",
     )
     group.add_argument(
         "--gpu-batch-size", type=whole_number(1), metavar="N", help="sequences per kernel launch"
@@ -178,13 +183,13 @@ def add_policy_flags(parser: argparse.ArgumentParser) -> None:
         "--weight-format",
         type=value_of(_format_name, "format"),
         metavar="FORMAT",
-        help="auto (the checkpoint's own), bf16, int8-g64, int4-g64, ...",
+        help="bf16, int8-g64, int4-g64, ...; auto lets the planner quantise (default: the checkpoint's own)",
     )
     group.add_argument(
         "--cache-format",
         type=value_of(_cache_format_name, "format"),
         metavar="FORMAT",
-        help=f"auto, {', '.join(CACHE_FORMAT_NAMES)}",
+        help=f"{', '.join(CACHE_FORMAT_NAMES)}; auto lets the planner quantise (default: the compute type)",
     )
     group.add_argument(
         "--cpu-attention-frac", type=float, metavar="F", help="share of attention done on the CPU"
@@ -221,10 +226,17 @@ _POLICY_FIELDS = (
 )
 
 
+def wants_plan(args: argparse.Namespace) -> bool:
+    """Whether the flags leave the placement to the planner."""
+    placed = (args.weights, args.cache, args.activations, args.cpu_attention_frac)
+    return args.policy == "auto" and not any(placed)
+
+
 def policy_options(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say of the policy, as LLM takes it: a whole policy, or the single fields given.
 
-    With --policy FILE the other flags change that policy's fields; without, LLM chooses what is not given.
+    With --policy FILE the other flags change that policy's fields; with auto and default, LLM chooses what is not
+    given.
 
     Raises:
         ValueError: names the field or the policy file.
@@ -232,7 +244,9 @@ def policy_options(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name in _POLICY_FIELDS if (value := getattr(args, name)) is not None}
     if args.no_overlap:
         given["overlap"] = False
-    if args.policy is None:
+    if args.policy == "default":
+        return {"policy": "default", **given}
+    if args.policy == "auto":
         return given
     policy: Policy = replace(load_policy(Path(args.policy)), **given)
     return {"policy": policy}

@@ -9,8 +9,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from flexrun.cli.exits import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from flexrun.cli.flags import add_model_flags, add_policy_flags, add_sampling_flags, sampling_options
-from flexrun.cli.session import load_llm, resolve
+from flexrun.cli.flags import (
+    add_model_flags,
+    add_policy_flags,
+    add_sampling_flags,
+    sampling_options,
+    wants_plan,
+)
+from flexrun.cli.session import Texts, choose_formats, load_llm, measured, open_texts, resolve
 from flexrun.report import format_seconds, peak_rss_bytes
 from flexrun.request import RequestOutput, SamplingParams
 
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"n is {params.n}, but one text is written; add --json for several answers")
     resolve(args)
     prompt = args.prompt if args.prompt not in (None, "-") else sys.stdin.read()
-    llm = load_llm(args)
+    llm = load_llm(args, **_prepared(args, prompt, params))
     try:
         text, token_ids = _encode(llm, args, prompt)
         llm.engine.add_request(_REQUEST_ID, token_ids, params, text)
@@ -72,7 +78,29 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _encode(llm: LLM, args: argparse.Namespace, prompt: str) -> tuple[str | None, list[int]]:
+def _prepared(args: argparse.Namespace, prompt: str, params: SamplingParams) -> dict[str, Any]:
+    """The one request's lengths, where there is a profile to plan with; formats that are auto are settled."""
+    auto = "auto" in (args.weight_format, args.cache_format)
+    if not auto and not (wants_plan(args) and measured(args)):
+        return {}
+    from flexrun.jobs.sample import OPEN_ANSWER_TOKENS
+    from policy.workload import Workload
+
+    texts = open_texts(args)
+    # Without a tokenizer a text cannot run; that is said where it is to be run.
+    runs = args.token_ids or texts.tokenizer is not None
+    n_prompt = len(_encode(texts, args, prompt)[1]) if runs else 0
+    n_answer = params.max_tokens or OPEN_ANSWER_TOKENS
+    more: dict[str, Any] = {}
+    if wants_plan(args) and measured(args) and 0 < n_prompt <= texts.max_positions - n_answer:
+        workload = Workload(prompt_len=n_prompt, gen_len=n_answer, num_requests=params.n)
+        more = {"workload": workload, "tokenizer": texts.tokenizer, "briefly": True}
+    if auto:
+        choose_formats(args, more.get("workload"), config=texts.config, native=texts.native_format)
+    return more
+
+
+def _encode(llm: LLM | Texts, args: argparse.Namespace, prompt: str) -> tuple[str | None, list[int]]:
     """The prompt as text (None if it was given as ids) and as token ids."""
     if args.token_ids:
         if args.chat or args.system is not None:

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,10 +22,11 @@ from flexrun.jobs.kinds import JobKind
 from flexrun.jobs.manifest import check_settings, write_manifest
 from flexrun.jobs.output import JobOutput, RecordSink, StreamSink
 from flexrun.jobs.runner import MAX_WAITING, JobProgress, JobRunner, JobSummary
-from flexrun.report import ProgressDisplay, print_table, summary_rows
+from flexrun.report import ProgressDisplay, print_audit, print_table, summary_rows
 
 if TYPE_CHECKING:
     from flexrun.llm import LLM
+    from policy.workload import Workload
 
 RESUMING = """\
 Started again with the same command it does only what is left. A bad line gets an error record
@@ -58,29 +60,34 @@ def run_job_command(
     name: str,
     settings: Mapping[str, Any],
     make_kind: Callable[[LLM], JobKind[Any]],
-    load: Callable[[argparse.Namespace], LLM],
+    load: Callable[..., LLM],
+    prepare: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
     scoring: bool = False,
 ) -> JobSummary:
     """Check everything that can be checked, load the model, run the job.
 
     name: the job's kind, for the manifest; settings: what results depend on besides the model's flags.
-    scoring: progress counts the prompts' tokens, since none are generated.
+    prepare: looks at the input before anything else, may settle flags, and returns what `load` is told besides
+        (its "workload" is what the plan is made for). scoring: progress counts the prompts' tokens, since none are
+        generated.
     """
     _check_usage(args)
     with contextlib.ExitStack() as stack:
         model = resolve(args)
         stream, size_bytes = _open_input(args.input, stack)
         output, sink = _open_output(args, stack)
+        more = prepare(args) if prepare is not None else {}
         settings = {**requested_settings(args, model), **settings}
         if output is not None and not args.overwrite:
             check_settings(output, name, settings)
         settings["dtype"] = resolved_dtype(args)
         if output is not None and not args.overwrite:
             check_settings(output, name, settings)
-        llm = load(args)
+        llm = load(args, **more)
         stack.callback(llm.close)
         ids = _begin(output, name, settings, args) if output is not None else IdTable()
-        return _run(llm, make_kind(llm), args, stream, sink, ids, size_bytes, scoring=scoring)
+        kind, planned = make_kind(llm), more.get("workload")
+        return _run(llm, kind, args, stream, sink, ids, size_bytes, scoring=scoring, planned=planned)
 
 
 def finish_job(
@@ -101,6 +108,8 @@ def finish_job(
     if summary.interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
     print_table(summary_rows(summary))
+    if summary.audit is not None and (summary.succeeded or summary.failed):
+        print_audit(summary.audit)
     if args.json:
         print(json.dumps({**summary.to_dict(), **(result or {})}), flush=True)
     if summary.interrupted:
@@ -167,8 +176,13 @@ def _run(
     size_bytes: int | None,
     *,
     scoring: bool,
+    planned: Workload | None = None,
 ) -> JobSummary:
+    from flexrun.audit import MeteredEngine, audit_run
+
     engine = llm.engine
+    # Something that answers like an LLM need not have a runtime; then there is nothing to audit.
+    meter = MeteredEngine(llm) if getattr(llm, "runtime", None) is not None else None
     unit = "tokens/s" if scoring else "generated tokens/s"
     with StopRequest() as should_stop, ProgressDisplay(rate_name=unit) as display:
 
@@ -177,7 +191,7 @@ def _run(
             display.update(progress, stats.prompt_tokens if scoring else stats.generated_tokens)
 
         runner = JobRunner(
-            engine,
+            engine if meter is None else meter,
             kind,
             stream,
             sink,
@@ -188,4 +202,5 @@ def _run(
             should_stop=should_stop,
             on_progress=on_progress,
         )
-        return runner.run()
+        summary = runner.run()
+    return summary if meter is None else replace(summary, audit=audit_run(llm, meter, planned))

@@ -16,10 +16,12 @@ from flexrun.report import format_seconds, print_table
 from offload.host import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from flexrun.jobs.sample import InputSample
     from policy.footprint import ModelFootprint
     from policy.hardware import Hardware
     from policy.search import SearchResult
     from policy.tiers import Policy
+    from policy.workload import Workload
 
 DESCRIPTION = """\
 Searches block shapes, formats and placements for the highest predicted throughput that fits the budgets.
@@ -57,6 +59,11 @@ def add_parser(subparsers: Any) -> None:
         "--gen-len", type=whole_number(0), metavar="N", help="tokens of an answer; 0 = scoring"
     )
     parser.add_argument("--num-requests", type=whole_number(1), metavar="R", help="default: very many")
+    parser.add_argument(
+        "--batch-file",
+        metavar="FILE",
+        help="take lengths and number of requests from an input file of flexrun batch, instead of the above",
+    )
     parser.add_argument("--hardware", metavar="FILE_OR_NAME", help="default: this machine's profile")
     for tier in ("gpu", "cpu", "disk"):
         parser.add_argument(f"--{tier}-mem", type=value_of(size_text, "size"), metavar="SIZE", help="budget")
@@ -77,10 +84,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search and print; EXIT_REFUSED if nothing fits."""
     from policy.search import search
-    from policy.workload import Workload
 
-    if args.prompt_len is None or args.gen_len is None:
-        raise UsageError("--prompt-len and --gen-len say what to plan for; give both (gen-len 0 is scoring)")
+    workload = find_workload(args)
     hardware = find_hardware(args.hardware, price_per_hour=args.price_per_hour)
     footprint = find_footprint(args.model, args.weight_format)
     budgets: dict[str, Any] = {
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     found = search(
         footprint,
         hardware,
-        Workload(prompt_len=args.prompt_len, gen_len=args.gen_len, num_requests=args.num_requests),
+        workload,
         weight_format=args.weight_format,
         cache_format=args.cache_format,
         schedules=(args.schedule,) if args.schedule else ("refill", "static"),
@@ -115,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.plot:
         plot_front(found, Path(args.plot), footprint.name, hardware.name)
-    print_table(plan_rows(found, hardware), title=f"{footprint.name} on {hardware.name}")
+    print_table(plan_rows(found), title=f"{footprint.name} on {hardware.name}")
     if args.sweep:
         print_table(
             [
@@ -130,6 +135,59 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(data))
     return EXIT_OK
+
+
+def find_workload(args: argparse.Namespace) -> Workload:
+    """Two lengths, or the distribution in a batch file. UsageError for neither, both, or a file of no use."""
+    from policy.workload import Workload
+
+    given = args.prompt_len is not None, args.gen_len is not None
+    if args.batch_file is None:
+        if not all(given):
+            raise UsageError(
+                "--prompt-len and --gen-len say what to plan for; give both (gen-len 0 is scoring), or a"
+                " --batch-file"
+            )
+        return Workload(prompt_len=args.prompt_len, gen_len=args.gen_len, num_requests=args.num_requests)
+    if any(given):
+        raise UsageError("--batch-file says how long requests are; leave --prompt-len and --gen-len out")
+    found = _batch_file(Path(args.batch_file), args.model)
+    print(f"planning for {found.describe()}", file=sys.stderr)
+    if args.num_requests is None:
+        return found.workload
+    return replace(found.workload, num_requests=args.num_requests)
+
+
+def _batch_file(path: Path, model: str) -> InputSample:
+    """Lengths in an input file, by the model's tokenizer, or by bytes where there is none."""
+    from functools import partial
+
+    from flexrun.chat import encode_chat
+    from flexrun.checkpoint.open_model import open_model
+    from flexrun.jobs.generation import GenerationJob
+    from flexrun.jobs.sample import RoughEncoder, sample_input
+
+    opened = open_model(model, dummy_weights=resolve_model(model).kind == "preset")
+    tokenizer = opened.load_tokenizer()
+    template = opened.load_chat_template(tokenizer)
+    rough = RoughEncoder()
+    if tokenizer is None:
+        print(f"{model} has no tokenizer here: lengths are about a token per 4 bytes", file=sys.stderr)
+    kind = GenerationJob(
+        model_name=model,
+        tokenizer=tokenizer or rough,
+        encode_chat=rough.encode_chat if template is None else partial(encode_chat, tokenizer, template),
+    )
+    try:
+        found = sample_input(path, kind, max_tokens=opened.model.max_positions)
+    except OSError as error:
+        raise UsageError(f"cannot read the batch file {path}: {error.strerror}") from None
+    if found is None:
+        raise UsageError(
+            f"{path} holds no request that {model} can run (of at most {opened.model.max_positions} tokens);"
+            " flexrun batch -i FILE says what is wrong with each line"
+        )
+    return found
 
 
 def find_hardware(name: str | None, *, price_per_hour: float | None = None) -> Hardware:
@@ -153,6 +211,13 @@ def find_footprint(model: str, weight_format: str | None) -> ModelFootprint:
     from quant.formats import parse_format
 
     found = resolve_model(model)
+    if found.kind != "preset" and weight_format is None:
+        # As it is stored, tensor by tensor: packed folders and GGUF files of several formats too.
+        from flexrun.checkpoint.open_model import open_model
+        from flexrun.runtime import layout_footprint
+
+        opened = open_model(model)
+        return layout_footprint(opened.model, opened.source, opened.name)
     if found.kind == "preset":
         config = config_from_hf(found.preset_config())
     elif found.path is not None and found.kind != "packed":
@@ -199,8 +264,10 @@ def _block(policy: Policy) -> str:
     return f"block {policy.gpu_batch_size} x {policy.num_gpu_batches}"
 
 
-def plan_rows(found: SearchResult, hardware: Hardware) -> list[tuple[str, str]]:
+def plan_rows(found: SearchResult) -> list[tuple[str, str]]:
     """The plan for people."""
+    from policy.tiers import Tier
+
     plan = found.best
     assert plan is not None
     policy, predicted = plan.policy, plan.predicted
@@ -211,9 +278,7 @@ def plan_rows(found: SearchResult, hardware: Hardware) -> list[tuple[str, str]]:
     for name in ("weights", "cache", "activations"):
         placement = getattr(policy, name)
         parts = [
-            f"{placement.fraction(tier):.0%} {tier.label}"
-            for tier in type(hardware.first_tier)
-            if placement.fraction(tier) > 0
+            f"{placement.fraction(tier):.0%} {tier.label}" for tier in Tier if placement.fraction(tier) > 0
         ]
         rows.append((name, ", ".join(parts)))
     if policy.cpu_attention_frac:

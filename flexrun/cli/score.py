@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from flexrun.cli.flags import add_model_flags, add_policy_flags
 from flexrun.cli.job import RESUMING, add_job_flags, finish_job, run_job_command
-from flexrun.cli.session import load_llm
+from flexrun.cli.session import choose_formats, load_llm, open_texts
+from flexrun.jobs.manifest import earlier_settings
 
 if TYPE_CHECKING:
     from flexrun.jobs.scoring import ScoreJob
@@ -52,13 +53,24 @@ def run(args: argparse.Namespace) -> int:
 
         return ScoreJob(llm.scorer, model_name=str(args.model), tokenizer=llm.tokenizer)
 
-    def load(args: argparse.Namespace) -> LLM:
-        return load_llm(args, workload=estimated_workload(args.input, args.limit))
+    def prepare(args: argparse.Namespace) -> dict[str, Any]:
+        workload = estimated_workload(args.input, args.limit)
+        if "auto" in (args.weight_format, args.cache_format):
+            earlier = {} if args.overwrite else earlier_settings(Path(args.output))
+            texts = open_texts(args)
+            choose_formats(args, workload, config=texts.config, native=texts.native_format, earlier=earlier)
+        return {} if workload is None else {"workload": workload}
 
     # Windows end where the model's length does, so that results depend on it.
     settings = {"max_model_len": args.max_model_len}
     summary = run_job_command(
-        args, name="score", settings=settings, make_kind=make_kind, load=load, scoring=True
+        args,
+        name="score",
+        settings=settings,
+        make_kind=make_kind,
+        load=load_llm,
+        prepare=prepare,
+        scoring=True,
     )
     return finish_job(summary, args)
 

@@ -29,6 +29,17 @@ def manifest_path(output: Path) -> Path:
     return output.with_name(output.name + ".manifest.json")
 
 
+def earlier_settings(output: Path) -> dict[str, Any]:
+    """Settings of the results that an output file holds already; empty without results or a readable manifest."""
+    if not output.is_file() or output.stat().st_size == 0:
+        return {}
+    try:
+        manifest = _read(manifest_path(output))
+    except SettingsError:
+        return {}
+    return {} if manifest is None else dict(manifest["settings"])
+
+
 def check_settings(output: JobOutput, kind: str, settings: Mapping[str, Any]) -> None:
     """Refuse to go on if the output holds results of another kind or of other settings.
 

@@ -75,7 +75,7 @@ class JobSummary:
     resumed: lines whose result was there already, resumed_failed of them as error records.
     orphaned: earlier results whose ids are in no line (0 unless the whole input was read).
     changed: resumed lines whose text differs from the one that their result was made from.
-    wall_seconds leaves loading the model out.
+    wall_seconds leaves loading the model out. audit: the run beside its plan (flexrun.audit), if it was metered.
     """
 
     requests: int
@@ -90,6 +90,7 @@ class JobSummary:
     wall_seconds: float
     peak_rss_bytes: int
     interrupted: bool
+    audit: dict[str, Any] | None = None
 
     @property
     def generated_tokens_per_s(self) -> float:
@@ -102,7 +103,7 @@ class JobSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
-        return {
+        found: dict[str, Any] = {
             "requests": self.requests,
             "succeeded": self.succeeded,
             "failed": self.failed,
@@ -116,6 +117,7 @@ class JobSummary:
             "peak_rss_bytes": self.peak_rss_bytes,
             "interrupted": self.interrupted,
         }
+        return found if self.audit is None else {**found, "audit": self.audit}
 
 
 @dataclass(slots=True, kw_only=True)
