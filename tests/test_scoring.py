@@ -192,3 +192,22 @@ def test_a_large_vocabulary_is_never_held_for_all_positions(folder, llm, monkeyp
     assert len(slices) > 1
     assert max(width for _, width in sizes) < 400
     assert torch.tensor([rows * width for rows, width in sizes]).sum() == 8 * MAX_LEN * 400
+
+
+def test_contexts_of_several_segments_and_pages_beside_short_ones(tmp_path):
+    """Prompts are computed in segments of 256 tokens, the window here holds 700: every kind of boundary."""
+    folder = make_tiny_model(tmp_path / "model", max_len=700)
+    reference = Reference(folder)
+    generator = random.Random(1)
+    draw = lambda n: [generator.randrange(3, 400) for _ in range(n)]  # noqa: E731
+    lengths = [(1, 2), (255, 3), (256, 1), (300, 300), (690, 10), (640, 200), (0, 520)]
+    asked = [(draw(n_context), draw(n_tail)) for n_context, n_tail in lengths]
+    base = {"device": "cpu", "dtype": "float32", "cpu_mem": "512MiB"}
+    for options in (
+        {},
+        {"gpu_batch_size": 2, "weights": Placement(disk_frac=1.0), "cache": Placement(disk_frac=1.0)},
+    ):
+        with LLM(folder, disk_dir=tmp_path / "spill", **base, **options) as llm:
+            for (head, tail), score in zip(asked, llm.score(asked), strict=True):
+                whole = ((head or [0]) + tail)[-701:]
+                close(score, *reference.logprobs(whole, len(tail)))
