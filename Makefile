@@ -51,10 +51,10 @@ HELM_PIP  := $(HELM_VENV)/bin/python -m pip --disable-pip-version-check
 
 helm-venv: $(HELM_VENV)/.installed
 
-$(HELM_VENV)/.installed: setup.cfg
+$(HELM_VENV)/.installed: setup.cfg constraints-helm.txt
 	$(PYTHON) -m venv $(HELM_VENV)
-	$(HELM_PIP) install -q "torch==2.13.0" "torchvision==0.28.0"
-	$(HELM_PIP) install -q "torch==2.13.0" -e ".[helm]" "pytest>=8" "pytest-timeout>=2.3"
+	$(HELM_PIP) install -q -c constraints-helm.txt "torch==2.13.0" "torchvision==0.28.0"
+	$(HELM_PIP) install -q -c constraints-helm.txt -e ".[helm]" "pytest>=8" "pytest-timeout>=2.3"
 	@# A torchvision built for another torch keeps transformers from being imported; texts need none.
 	$(HELM_VENV)/bin/python -c "import torchvision" 2>/dev/null || $(HELM_PIP) uninstall -q -y torchvision
 	@touch $@
