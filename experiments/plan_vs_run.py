@@ -22,16 +22,17 @@ from typing import Any
 
 import torch
 
+from flexrun.audit import MeteredEngine
 from flexrun.llm import LLM, default_disk_dir
 from flexrun.planning import plan_run
+from flexrun.probe import probe_hardware
 from flexrun.request import SamplingParams
 from offload.budgets import choose_budgets
 from offload.device import make_device
 from offload.measure import measure_hardware
-from policy.cost import CostModel
+from policy.audit import placed_run, series_of
 from policy.hardware import Hardware
-from policy.passes import pass_series
-from policy.simulate import PlacedRun, Simulation, simulate
+from policy.simulate import Simulation, simulate
 from policy.tiers import Placement, Policy, Tier
 from policy.workload import Workload
 
@@ -237,28 +238,17 @@ def planned_case(scenario: Scenario, hardware: Hardware, like: LLM) -> Case:
 def predict(llm: LLM, hardware: Hardware, workload: Workload) -> Simulation:
     """What the planner expects of exactly this runtime."""
     runtime = llm.runtime
-    policy = runtime.policy
-    gpu_bytes = llm.device.gpu_mem_bytes or 0 if llm.device.first_tier is Tier.GPU else 0
-    cost = CostModel(
+    gpu_bytes = llm.device.gpu_mem_bytes if llm.device.first_tier is Tier.GPU else 0
+    run = placed_run(
         runtime.footprint,
-        hardware.with_budgets(gpu_mem_bytes=float(gpu_bytes)),
+        hardware,
+        runtime.policy,
         runtime.limits,
-        gpu_batch_size=policy.gpu_batch_size,
-        num_gpu_batches=policy.num_gpu_batches,
-        weight_format=runtime.footprint.native_format,
-        cache_format=policy.cache_format,
-        n_cpu_attention=policy.num_cpu_attention_batches,
-        schedule=policy.schedule,
-        overlap=policy.overlap,
+        compute_dtype=hardware.compute_dtype,
+        gpu_mem_bytes=float(gpu_bytes or 0),
+        memory=runtime.plan,
     )
-    series = pass_series(
-        workload,
-        runtime.limits,
-        gpu_batch_size=policy.gpu_batch_size,
-        num_gpu_batches=policy.num_gpu_batches,
-        schedule=policy.schedule,
-    )
-    return simulate(PlacedRun(cost, runtime.plan), series, full=True)
+    return simulate(run, series_of(runtime.policy, runtime.limits, workload), full=True)
 
 
 def run_once(llm: LLM, workload: Workload) -> dict[str, Any]:
@@ -267,20 +257,19 @@ def run_once(llm: LLM, workload: Workload) -> dict[str, Any]:
     n = workload.num_requests or 1
     prompts = torch.randint(0, llm.config.vocab_size, (n, workload.prompt_len), generator=generator).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=workload.gen_len, ignore_eos=True)
-    engine, lanes = llm.engine, llm.runtime.lanes
+    meter = MeteredEngine(llm)
     for i, prompt in enumerate(prompts):
-        engine.add_request(f"r{i}", prompt, params)
-    lanes.reset_stats()
-    phases = {"prefill": 0.0, "decode": 0.0}
+        meter.add_request(f"r{i}", prompt, params)
     began = time.perf_counter()
-    while engine.has_unfinished():
-        before = engine.stats.prompt_tokens
-        step = time.perf_counter()
-        engine.step()
-        phases["prefill" if engine.stats.prompt_tokens > before else "decode"] += time.perf_counter() - step
+    while meter.has_unfinished():
+        meter.step()
     seconds = time.perf_counter() - began
-    busy = {name: s.busy_seconds for name, s in lanes.stats().items() if s.busy_seconds > 1e-3}
-    return {"seconds": seconds, **phases, "lanes": busy}
+    times = meter.times()
+    return {
+        "seconds": seconds,
+        **{name: phase.wall_seconds for name, phase in times.phases.items()},
+        "lanes": times.by_lane(),
+    }
 
 
 def measure(cases: list[Case], hardware: Hardware, repeats: int) -> list[dict[str, Any]]:
@@ -386,7 +375,8 @@ def main() -> None:
     if args.hardware:
         hardware = Hardware.load(args.hardware)
     else:
-        hardware = measure_hardware(make_device("cpu"), folder=default_disk_dir())
+        device = make_device("cpu")
+        hardware = probe_hardware(measure_hardware(device, folder=default_disk_dir()), device).hardware
     cases: list[Case] = []
     for scenario in SCENARIOS:
         if args.only not in scenario.name:

@@ -151,6 +151,30 @@ class MeteredEngine:
         )
 
 
+def run_record(llm: LLM, meter: MeteredEngine) -> RunRecord | None:
+    """The run so far, in a form that can be predicted; None where no request has finished."""
+    runtime = llm.runtime
+    ran = meter.lengths.workload()
+    if ran is None:
+        return None
+    first = llm.device.first_tier
+    gpu_bytes = float(llm.device.gpu_mem_bytes or 0) if first is Tier.GPU else 0.0
+    if first is Tier.GPU and not gpu_bytes:
+        memory = llm.device.gpu_memory()
+        gpu_bytes = float(memory[1]) if memory else 1.0
+    return RunRecord(
+        machine=machine_name(llm.device),
+        machine_id=machine_id(llm.device),
+        footprint=runtime.footprint,
+        policy=runtime.policy,
+        limits=runtime.limits,
+        compute_dtype=DTYPE_NAMES[runtime.executor.compute_dtype],
+        gpu_mem_bytes=gpu_bytes,
+        workload=ran,
+        measured=meter.times(),
+    )
+
+
 def audit_run(llm: LLM, meter: MeteredEngine, planned: Workload | None = None) -> dict[str, Any]:
     """The report's audit: `tiers`, `measured`, `predicted` and `run` (None where nothing finished), `notes`.
 
@@ -168,27 +192,11 @@ def audit_run(llm: LLM, meter: MeteredEngine, planned: Workload | None = None) -
         "run": None,
         "notes": notes,
     }
-    ran = meter.lengths.workload()
-    if ran is None:
+    record = run_record(llm, meter)
+    if record is None:
         notes.append("no prediction: no request finished")
         return found
-    first = llm.device.first_tier
-    gpu_bytes = float(llm.device.gpu_mem_bytes or 0) if first is Tier.GPU else 0.0
-    if first is Tier.GPU and not gpu_bytes:
-        memory = llm.device.gpu_memory()
-        gpu_bytes = float(memory[1]) if memory else 1.0
-    compute = DTYPE_NAMES[runtime.executor.compute_dtype]
-    record = RunRecord(
-        machine=machine_name(llm.device),
-        machine_id=machine_id(llm.device),
-        footprint=runtime.footprint,
-        policy=runtime.policy,
-        limits=runtime.limits,
-        compute_dtype=compute,
-        gpu_mem_bytes=gpu_bytes,
-        workload=ran,
-        measured=measured,
-    )
+    ran = record.workload
     found["run"] = record.to_dict()
     if llm.engine.has_unfinished():
         notes.append(
@@ -205,8 +213,8 @@ def audit_run(llm: LLM, meter: MeteredEngine, planned: Workload | None = None) -
         hardware,
         record.policy,
         record.limits,
-        compute_dtype=compute,
-        gpu_mem_bytes=gpu_bytes,
+        compute_dtype=record.compute_dtype,
+        gpu_mem_bytes=record.gpu_mem_bytes,
         memory=runtime.plan,
     )
     found["predicted"] = predict_times(run, series_of(record.policy, record.limits, ran)).to_dict()

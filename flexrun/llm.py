@@ -414,11 +414,12 @@ def _device_and_budgets(
 
 def _hardware(device: Device, folder: Path, *, measure: bool) -> Hardware | None:
     """This machine's profile; None if there is none yet and it is not to be measured now."""
-    from offload.measure import cache_file, cached_hardware
+    from flexrun.probe import machine_profile
+    from offload.measure import cache_file
 
     if not measure and not cache_file(device).is_file():
         return None
-    return cached_hardware(device, folder=folder, say=lambda text: logger.info("measuring %s", text))
+    return machine_profile(device, folder=folder, say=lambda text: logger.info("measuring %s", text))
 
 
 def default_disk_dir() -> Path:

@@ -399,8 +399,9 @@ def cached_hardware(
     folder: Path | None = None,
     fresh: bool = False,
     say: Say = lambda text: None,
+    refine: Callable[[Hardware], Hardware] = lambda hardware: hardware,
 ) -> Hardware:
-    """This machine's profile from the cache, measured first if it is not there (or `fresh`)."""
+    """This machine's profile from the cache, measured first if it is not there (or `fresh`), refined, and kept."""
     device = device or make_device("auto")
     file = cache_file(device)
     if file.is_file() and not fresh:
@@ -408,7 +409,7 @@ def cached_hardware(
             return Hardware.load(file)
         except ValueError:
             say(f"{file} is of another release or damaged; measuring again")
-    hardware = measure_hardware(device, folder=folder or file.parent, say=say)
+    hardware = refine(measure_hardware(device, folder=folder or file.parent, say=say))
     file.parent.mkdir(parents=True, exist_ok=True)
     hardware.save(file)
     return hardware

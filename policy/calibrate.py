@@ -23,7 +23,7 @@ Scale = Callable[[Hardware, float], Hardware]
 PULL = 0.02
 """Residual of a factor e: small beside any deviation that a report shows."""
 MAX_FACTOR = 20.0
-KNOWN, SHARED, UNSEEN = "yes", "with others", "no"
+KNOWN, SHARED, UNSEEN = "yes", "jointly", "no"
 """Whether observations determine a constant: by itself, only together with others, or not at all."""
 
 
@@ -176,26 +176,26 @@ def _relative(observations: Sequence[Observation], hardware: Hardware) -> list[f
     return logs
 
 
-def _seen(jacobian: Any, n_data: int, names: Sequence[str]) -> dict[str, str]:
-    """What the data say of each constant, from the residuals' derivatives at the solution.
+def _seen(jacobian: Any, names: Sequence[str], pull: float) -> dict[str, str]:
+    """What the data say of each constant that moves them, from the deviations' derivatives at the solution.
 
     The pull is a prior of width 1 in each logarithm. Data that narrow it to less than half determine a constant;
-    a constant that moves residuals, but whose width stays, trades against others.
+    one whose width stays trades against others.
     """
-    data = np.asarray(jacobian)[:n_data]
-    spread = np.sqrt(np.diag(np.linalg.inv(data.T @ data / PULL**2 + np.eye(len(names)))))
-    moves = np.linalg.norm(data, axis=0) > PULL / 2
-    return {
-        name: UNSEEN if not moved else KNOWN if width < 0.5 else SHARED
-        for name, moved, width in zip(names, moves, spread, strict=True)
-    }
+    spread = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian / pull**2 + np.eye(len(names)))))
+    return {name: KNOWN if width < 0.5 else SHARED for name, width in zip(names, spread, strict=True)}
 
 
 def refit(
-    hardware: Hardware, observations: Sequence[Observation], *, constants: Sequence[str] | None = None
+    hardware: Hardware,
+    observations: Sequence[Observation],
+    *,
+    constants: Sequence[str] | None = None,
+    pull: float = PULL,
 ) -> Calibration:
     """Constants that explain the observations best; `constants` limits which may move.
 
+    pull: how much the constants are trusted as they are, as the residual of a factor e.
     Raises ValueError without any lane to compare, or for an unknown constant.
     """
     names = list(CONSTANTS) if constants is None else list(constants)
@@ -204,26 +204,37 @@ def refit(
     if not before:
         raise ValueError("nothing to refit from: no report has a lane with measured and predicted seconds")
 
-    def residuals(logs: Any) -> Any:
-        factors = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
-        found = _relative(observations, apply_factors(hardware, factors))
-        return np.array([*found, *(PULL * x for x in logs)])
+    def deviations(free: Sequence[str], logs: Any) -> Any:
+        factors = {name: math.exp(x) for name, x in zip(free, logs, strict=True)}
+        return np.array(_relative(observations, apply_factors(hardware, factors)))
 
-    limit = math.log(MAX_FACTOR)
-    solution = least_squares(
-        residuals, np.zeros(len(names)), bounds=(-limit, limit), loss="soft_l1", f_scale=0.3
-    )
-    # The solver's own derivatives are weighted by the loss; these are not.
-    moved = [residuals(solution.x + 1e-4 * row) for row in np.eye(len(names))]
-    here = residuals(solution.x)
-    jacobian = np.array([(r - here) / 1e-4 for r in moved]).T
-    factors = {name: math.exp(float(x)) for name, x in zip(names, solution.x, strict=True)}
+    def derivatives(free: Sequence[str], logs: Any) -> Any:
+        """Of the deviations alone; the solver's own are weighted by the loss."""
+        here = deviations(free, logs)
+        rows = [(deviations(free, logs + 1e-4 * row) - here) / 1e-4 for row in np.eye(len(free))]
+        return np.array(rows).reshape(len(free), len(here)).T
+
+    start = derivatives(names, np.zeros(len(names)))
+    free = [name for name, n in zip(names, np.linalg.norm(start, axis=0), strict=True) if n > PULL / 2]
+    seen = dict.fromkeys(names, UNSEEN)
+    factors = dict.fromkeys(names, 1.0)
+    if free:
+        limit = math.log(MAX_FACTOR)
+        solution = least_squares(
+            lambda logs: np.array([*deviations(free, logs), *(pull * x for x in logs)]),
+            np.zeros(len(free)),
+            bounds=(-limit, limit),
+            loss="soft_l1",
+            f_scale=0.3,
+        )
+        factors |= {name: math.exp(float(x)) for name, x in zip(free, solution.x, strict=True)}
+        seen |= _seen(derivatives(free, solution.x), free, pull)
     fitted = apply_factors(hardware, factors).replace(source="edited")
     after = _relative(observations, fitted)
     return Calibration(
         hardware=fitted,
         factors=factors,
-        seen=_seen(jacobian, len(before), names),
+        seen=seen,
         error_before=float(np.mean([abs(math.expm1(x)) for x in before])),
         error_after=float(np.mean([abs(math.expm1(x)) for x in after])),
     )

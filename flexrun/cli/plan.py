@@ -195,9 +195,10 @@ def find_hardware(name: str | None, *, price_per_hour: float | None = None) -> H
     from policy.hardware import load_hardware
 
     if name is None:
-        from offload.measure import cached_hardware
+        from flexrun.probe import machine_profile
+        from offload.device import make_device
 
-        hardware = cached_hardware()
+        hardware = machine_profile(make_device("auto"))
     else:
         hardware = load_hardware(name)
     return hardware if price_per_hour is None else replace(hardware, price_per_hour=price_per_hour)

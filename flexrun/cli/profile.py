@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from policy.hardware import Hardware
 
 DESCRIPTION = """\
-Measures copies, disk, linear layers, unpacking and attention in about a minute and keeps the result for
-`flexrun plan` and for planned runs. The file is JSON and may be edited.
+Measures copies, disk, linear layers, unpacking and attention, then runs small models for some seconds to settle what
+these measurements miss, and keeps the result for `flexrun plan` and for planned runs. Takes about a minute and a
+half. The file is JSON and may be edited.
 
 --refit takes reports of runs on this machine instead (what `flexrun bench --json` and `flexrun batch --json` print,
 one object per file) and moves the constants so that the runs' lanes come out as they were measured."""
@@ -55,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     device = make_device(args.device)
     if args.refit:
         return _refit(args, device)
-    from offload.measure import cached_hardware
+    from flexrun.probe import machine_profile
 
-    hardware = cached_hardware(
+    hardware = machine_profile(
         device,
         folder=Path(args.disk_dir) if args.disk_dir else None,
         fresh=True,
@@ -97,7 +99,7 @@ def _refit(args: argparse.Namespace, device: Device) -> int:
     """Fit the cached profile's constants to the reports; write, print."""
     from flexrun.audit import known_hardware, machine_id
     from offload.measure import cache_file
-    from policy.calibrate import refit
+    from policy.calibrate import MAX_FACTOR, refit
 
     hardware = known_hardware(device)
     if hardware is None:
@@ -115,12 +117,19 @@ def _refit(args: argparse.Namespace, device: Device) -> int:
     rows = refit_rows(hardware, fitted)
     n = len(observations)
     title = f"{hardware.name}, refitted from {n} report{'s' if n > 1 else ''}"
-    print_columns(("constant", "before", "after", "factor", "determined"), rows, title=title)
+    print_columns(("constant", "before", "after", "factor", "known"), rows, title=title)
     print(
         f"lanes' mean deviation {fitted.error_before:.1%} before, {fitted.error_after:.1%} after;"
         f" written to {target}",
         file=sys.stderr,
     )
+    edge = 0.98 * math.log(MAX_FACTOR)
+    for name in (n for n, f in fitted.factors.items() if abs(math.log(f)) > edge):
+        print(
+            f"warning: {name} went as far as a refit may ({MAX_FACTOR:g} times): the reports contradict each other,"
+            " or something else kept the machine busy",
+            file=sys.stderr,
+        )
     if args.json:
         print(
             json.dumps(
@@ -196,6 +205,6 @@ def _figure(name: str, value: float) -> str:
         return f"{value * 1e6:,.1f} us"
     if value == float("inf"):
         return "-"
-    unit = "FLOP/s" if name.startswith("gemm") or name.endswith(".prefill") else " elem/s"
+    unit = "FLOP/s" if name.startswith("gemm") or name.endswith(".prefill") else "elem/s"
     unit = "B/s" if name.endswith(("bytes_per_s", ".decode")) else unit
     return f"{value / 1e9:,.3g} G{unit}"

@@ -1,0 +1,179 @@
+"""Short real runs that settle what isolated measurements miss.
+
+A linear layer alone is not a layer in a run: the weights are cold, norms and position encodings come in between,
+every unit costs Python time, attention looks up pages. Small models with random weights run for a few seconds
+through the engine itself; `policy.calibrate.refit` then finds the factors on the measured rates and fixed costs
+that explain what every phase took.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexrun.audit import MeteredEngine, run_record
+from flexrun.llm import LLM
+from flexrun.request import SamplingParams
+from offload.device import Device
+from offload.measure import cached_hardware
+from policy.audit import RunRecord
+from policy.calibrate import Calibration, refit
+from policy.hardware import Hardware
+from policy.tiers import Placement, Policy
+
+CONSTANTS = (
+    "gemm",
+    "gemm_small",
+    "unpack_elements_per_s",
+    "elementwise_bytes_per_s",
+    "device_attention.prefill",
+    "device_attention.decode",
+    "overhead.compute",
+    "overhead.attention",
+    "overhead.pass",
+    "overhead.row",
+)
+"""What the runs tell about. Disk, copies and shared resources are measured on their own."""
+
+ROUNDS = 2
+PULL = 0.1
+"""The rates were measured by themselves: runs that deviate by a tenth may move them, noise should not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One short run in memory: a model's sizes, a block's shape, what there is to do, how weights are stored."""
+
+    hidden_size: int
+    ffn: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    block: tuple[int, int]
+    prompt_len: int
+    gen_len: int
+    weight_format: str = "auto"
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "vocab_size": 8192,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+
+    def policy(self, first: str) -> Policy:
+        place = Placement(**{f"{first}_frac": 1.0})
+        return Policy(
+            weights=place,
+            cache=place,
+            activations=place,
+            gpu_batch_size=self.block[0],
+            num_gpu_batches=self.block[1],
+            weight_format=self.weight_format,
+            schedule="static",
+        )
+
+
+PROBES = (
+    # Large matrices, many tokens: GEMM and unpacking rates within a run.
+    Probe(hidden_size=1536, ffn=4096, n_layers=3, n_heads=24, n_kv_heads=6, block=(24, 1), prompt_len=64, gen_len=8),
+    # Few tokens: the lower end of the GEMM curve, four gpu batches share what is unpacked.
+    Probe(hidden_size=1536, ffn=4096, n_layers=3, n_heads=24, n_kv_heads=6, block=(4, 4), prompt_len=16, gen_len=8),
+    # Small matrices, many units: fixed costs.
+    Probe(hidden_size=256, ffn=512, n_layers=16, n_heads=4, n_kv_heads=2, block=(8, 2), prompt_len=32, gen_len=24),
+    # Long contexts of one head per KV head: attention.
+    Probe(hidden_size=512, ffn=1024, n_layers=6, n_heads=8, n_kv_heads=8, block=(8, 1), prompt_len=448, gen_len=24),
+    # Weights in 4 bits.
+    Probe(
+        hidden_size=1536,
+        ffn=4096,
+        n_layers=3,
+        n_heads=24,
+        n_kv_heads=24,
+        block=(16, 2),
+        prompt_len=48,
+        gen_len=8,
+        weight_format="int4-g64",
+    ),
+)  # fmt: skip
+
+
+def machine_profile(
+    device: Device,
+    *,
+    folder: Path | None = None,
+    fresh: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Hardware:
+    """This machine's profile: from the cache, or measured and probed now (about a minute and a half), and kept."""
+    return cached_hardware(
+        device,
+        folder=folder,
+        fresh=fresh,
+        say=say,
+        refine=lambda hardware: probe_hardware(hardware, device, say=say).hardware,
+    )
+
+
+def probe_hardware(
+    hardware: Hardware, device: Device, *, say: Callable[[str], None] = lambda text: None
+) -> Calibration:
+    """The measured machine with its constants brought to what short runs took. Takes about half a minute."""
+    say("short runs")
+    records: list[RunRecord] = []
+    with tempfile.TemporaryDirectory(prefix="flexrun-probe-") as folder:
+        for round_index in range(ROUNDS):
+            for i, probe in enumerate(PROBES):
+                place = Path(folder) / f"model-{i}"
+                if not round_index:
+                    place.mkdir()
+                    (place / "config.json").write_text(json.dumps(probe.config()), encoding="utf-8")
+                records.append(_run(probe, place, Path(folder) / "spill", device))
+    observations = [r.observation(hardware, f"probe {i % len(PROBES)}") for i, r in enumerate(records)]
+    found = refit(hardware, observations, constants=CONSTANTS, pull=PULL)
+    return dataclasses.replace(found, hardware=found.hardware.replace(source=hardware.source))
+
+
+def _run(probe: Probe, model: Path, spill: Path, device: Device) -> RunRecord:
+    first = device.first_tier.label
+    with LLM(
+        model,
+        device=device.kind,
+        dummy_weights=True,
+        policy=probe.policy(first),
+        prompt_len=probe.prompt_len,
+        gen_len=probe.gen_len,
+        num_requests=probe.block[0] * probe.block[1],
+        disk_dir=spill,
+    ) as llm:
+        meter = MeteredEngine(llm)
+        generator = torch.Generator().manual_seed(0)
+        n = probe.block[0] * probe.block[1]
+        prompts = torch.randint(1, 8192, (n, probe.prompt_len), generator=generator).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=probe.gen_len, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            meter.add_request(f"probe-{i}", prompt, params)
+        while meter.has_unfinished():
+            meter.step()
+        record = run_record(llm, meter)
+    assert record is not None
+    return record

@@ -1,0 +1,109 @@
+"""Short runs settle the profile: they really run, and what they took moves the constants that explain it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import planner_cases as cases
+import pytest
+
+from flexrun import probe
+from offload.device import make_device
+from policy.calibrate import apply_factors
+from policy.hardware import AttentionRates, Curve, Hardware
+
+TINY = probe.Probe(
+    hidden_size=64, ffn=128, n_layers=2, n_heads=4, n_kv_heads=2, block=(2, 2), prompt_len=5, gen_len=3
+)
+
+
+def hardware() -> Hardware:
+    """About what a small CPU has, in the type that this CPU computes in."""
+    return cases.cpu_machine(
+        compute_dtype="f32",
+        cpu_mem_bytes=1 << 34,
+        gemm={"f32": Curve(tokens=(1, 64, 512), flops_per_s=(1e10, 8e10, 1.2e11))},
+        unpack_elements_per_s={"default": 4e9},
+        elementwise_bytes_per_s=1e10,
+        device_attention=AttentionRates(
+            prefill_flops_per_s=4e10, decode_bytes_per_s=2e10, decode_flops_per_s=5e10
+        ),
+        overhead_seconds={
+            "compute": 1e-4,
+            "attention": 2e-4,
+            "transfer": 3e-5,
+            "disk": 1e-4,
+            "cpu_attention": 3e-4,
+            "pass": 1e-3,
+            "row": 2e-5,
+        },
+    )
+
+
+def test_a_probe_runs_what_it_says(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "PROBES", (TINY, replace(TINY, weight_format="int4-g64")))
+    said: list[str] = []
+    found = probe.probe_hardware(hardware(), make_device("cpu"), say=said.append)
+    assert said == ["short runs"] and found.hardware.source == hardware().source
+    assert set(found.factors) == set(probe.CONSTANTS)
+    assert found.error_after <= found.error_before
+    untouched = ("disk_read_bytes_per_s", "upload_bytes_per_s", "sharing")
+    assert all(getattr(found.hardware, name) == getattr(hardware(), name) for name in untouched)
+
+
+@pytest.mark.parametrize(
+    "name, factor", [("gemm", 0.5), ("overhead.attention", 4.0), ("device_attention.decode", 0.3)]
+)
+def test_what_runs_took_moves_the_constant_behind_it(name, factor, tmp_path, monkeypatch) -> None:
+    """Runs that are as slow as on a machine with one other constant bring that constant back."""
+    truth = apply_factors(hardware(), {name: factor})
+    run = probe._run
+    shortened = tuple(
+        replace(p, n_layers=min(2, p.n_layers), gen_len=3, block=(2, p.block[1]), prompt_len=16)
+        for p in probe.PROBES
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "ROUNDS", 1)
+
+    def as_on_the_true_machine(asked, model, spill, device):
+        record = run(shortened[probe.PROBES.index(asked)], model, spill, device)
+        # The shapes of the whole probe, with the times of the true machine.
+        policy = asked.policy("cpu")
+        workload = replace(
+            record.workload,
+            prompt_len=asked.prompt_len,
+            gen_len=asked.gen_len,
+            num_requests=policy.block_size,
+            lengths=(),
+        )
+        limits = replace(
+            record.limits,
+            max_tokens=asked.prompt_len + asked.gen_len,
+            pass_tokens=asked.block[0] * asked.prompt_len,
+            mean_pages=None,
+        )
+        policy = replace(record.policy, gpu_batch_size=asked.block[0], num_gpu_batches=asked.block[1])
+        record = replace(record, workload=workload, limits=limits, policy=policy)
+        return replace(record, measured=record.predict(truth))
+
+    monkeypatch.setattr(probe, "_run", as_on_the_true_machine)
+    found = probe.probe_hardware(hardware(), make_device("cpu"))
+    assert found.error_after < 0.5 * found.error_before
+    # Constants of like effect share the deviation; the one behind it takes its part in the right direction.
+    assert math.log(found.factors[name]) / math.log(factor) > 0.25
+
+
+def test_a_profile_is_measured_and_probed_once(tmp_path, monkeypatch) -> None:
+    from offload import measure
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "measure_hardware", lambda device, *, folder, say: hardware())
+    monkeypatch.setattr(probe, "PROBES", (TINY,))
+    device = make_device("cpu")
+    first = probe.machine_profile(device)
+    monkeypatch.setattr(probe, "PROBES", ())  # would have nothing to refit from
+    assert probe.machine_profile(device) == first
+    with pytest.raises(ValueError, match="nothing to refit"):
+        probe.machine_profile(device, fresh=True)
