@@ -133,7 +133,7 @@ CONSTANTS: dict[str, Scale] = {
 
 
 def constant_value(hardware: Hardware, name: str) -> float:
-    """The constant as one figure for people: a rate or seconds; of a curve its peak, of a table its "default".
+    """The constant as one figure for people: a rate or seconds; of a curve its last point, of a table its "default".
 
     Raises ValueError for an unknown name.
     """
@@ -141,7 +141,7 @@ def constant_value(hardware: Hardware, name: str) -> float:
         raise ValueError(f"unknown constant {name!r}; known: {', '.join(CONSTANTS)}")
     curve = hardware.gemm[hardware.compute_dtype]
     if name == "gemm":
-        return curve.peak
+        return curve.flops_per_s[-1]
     if name == "gemm_small":
         return curve.flops_per_s[0]
     group, _, key = name.partition(".")

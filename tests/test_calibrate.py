@@ -6,7 +6,16 @@ import planner_cases as cases
 import pytest
 from test_cost import run_of
 
-from policy.calibrate import CONSTANTS, Observation, apply_factors, refit
+from policy.calibrate import (
+    CONSTANTS,
+    KNOWN,
+    SHARED,
+    UNSEEN,
+    Observation,
+    apply_factors,
+    constant_value,
+    refit,
+)
 from policy.hardware import Hardware
 from policy.simulate import PlacedRun
 
@@ -66,3 +75,29 @@ def test_nothing_to_learn_from_is_an_error() -> None:
         refit(hw, [Observation(name="x", predict=lambda _: {}, measured={"upload": 1.0})])
     with pytest.raises(ValueError, match="unknown constant"):
         refit(hw, observations(hw), constants=["luck"])
+
+
+def test_what_cannot_be_told_apart_is_said_and_what_is_not_seen_stays() -> None:
+    truth = cases.machine()
+
+    def predict(hw: Hardware) -> dict[str, float]:
+        up, down = 1e8 / hw.upload_bytes_per_s, 1e8 / hw.download_bytes_per_s
+        return {"upload": 1e8 / hw.disk_read_bytes_per_s, "both": up + down}
+
+    start = apply_factors(truth, {"upload_bytes_per_s": 2.0, "disk_read_bytes_per_s": 2.0})
+    fitted = refit(start, [Observation(name="x", predict=predict, measured=predict(truth))])
+    assert fitted.seen["disk_read_bytes_per_s"] == KNOWN
+    assert SHARED in {fitted.seen["upload_bytes_per_s"], fitted.seen["download_bytes_per_s"]}
+    assert fitted.factors["disk_read_bytes_per_s"] == pytest.approx(0.5, rel=0.02)
+    assert fitted.error_after < 0.01
+    rest = {n: f for n, f in fitted.factors.items() if fitted.seen[n] == UNSEEN}
+    assert len(rest) == len(CONSTANTS) - 3 and set(rest.values()) == {1.0}
+
+
+def test_constants_are_shown_as_one_figure() -> None:
+    hw = cases.machine()
+    for name in CONSTANTS:
+        moved = constant_value(apply_factors(hw, {name: 2.0}), name)
+        assert moved == pytest.approx(2 * constant_value(hw, name)), name
+    with pytest.raises(ValueError, match="unknown constant"):
+        constant_value(hw, "luck")
