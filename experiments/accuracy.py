@@ -4,7 +4,8 @@
 
 Perplexity and agreement are those of the model on English text of Python's standard library (pydoc topics),
 beside its own values dequantised to fp32. Weight error is the relative RMSE on seeded Gaussian, Laplace and
-Student-t (5 degrees of freedom) matrices, for the default quantiser and for min-max. Prints tables, then JSON.
+Student-t (5 degrees of freedom) matrices and on the matrices of a small language model that is trained here for a
+minute, for the default quantiser, for min-max, and at group 32 for GGUF's own Q4_1. Prints tables, then JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ WEIGHT_FORMATS = (
     "int4-g64",
     "int4-g128",
     "int4-g64-sym",
+    "int4-g64-zp",
     "int3.5-g64",
     "int3-g64",
     "int2-g64",
@@ -96,7 +98,56 @@ def tensors(rows: int = 512, cols: int = 2048) -> dict[str, torch.Tensor]:
     torch.manual_seed(11)
     laplace = torch.distributions.Laplace(0.0, 1.0).sample((rows, cols))
     student = torch.distributions.StudentT(5.0).sample((rows, cols))
-    return {"gaussian": torch.randn(rows, cols), "laplace": laplace, "student_t": student}
+    gaussian = torch.randn(rows, cols)
+    return {"gaussian": gaussian, "laplace": laplace, "student_t": student, "trained": trained_matrices()}
+
+
+def trained_matrices(steps: int = 250) -> torch.Tensor:
+    """All matrices of a two-layer transformer trained on the bytes of pydoc topics, side by side in rows of 256."""
+    torch.manual_seed(3)
+    data = torch.tensor(list("".join(pydoc_texts(60)).encode()))
+    width, length = 256, 96
+
+    class Bytes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(256, width)
+            self.places = torch.nn.Embedding(length, width)
+            layer = torch.nn.TransformerEncoderLayer(
+                width, 4, 1024, dropout=0.0, batch_first=True, norm_first=True
+            )
+            self.layers = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = torch.nn.Linear(width, 256)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+            hidden = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+            return self.head(self.layers(hidden, mask=mask, is_causal=True))
+
+    model = Bytes()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = last = 0.0
+    for _ in range(steps):
+        starts = torch.randint(0, len(data) - length - 1, (16,))
+        ids = torch.stack([data[s : s + length + 1] for s in starts])
+        loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        last = float(loss.detach())
+        first = first or last
+    print(f"small model: loss {first:.2f} -> {last:.2f} nats per byte in {steps} steps")
+    found = [p.detach() for name, p in model.layers.named_parameters() if p.dim() == 2]
+    return torch.cat([matrix.reshape(-1, width) for matrix in found])
+
+
+def q4_1_error(weight: torch.Tensor) -> float:
+    """Relative RMSE of GGUF's own Q4_1 quantiser (groups of 32)."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.Q4_1
+    values = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
+    return float((values.view_as(weight) - weight).norm() / weight.norm())
 
 
 def relative_rmse(weight: torch.Tensor, fmt: str, method: str) -> float:
@@ -105,8 +156,7 @@ def relative_rmse(weight: torch.Tensor, fmt: str, method: str) -> float:
     return float((values - weight).norm() / weight.norm())
 
 
-def weight_errors() -> dict[str, dict[str, dict[str, float]]]:
-    given = tensors()
+def weight_errors(given: dict[str, torch.Tensor]) -> dict[str, dict[str, dict[str, float]]]:
     return {
         fmt: {
             name: {"search": relative_rmse(w, fmt, "search"), "minmax": relative_rmse(w, fmt, "minmax")}
@@ -128,15 +178,18 @@ def main() -> None:
     parser.add_argument("--weights", default=",".join(WEIGHT_FORMATS), help="weight formats, with commas")
     parser.add_argument("--cache", default=",".join(CACHE_FORMATS), help="cache formats, with commas")
     args = parser.parse_args()
-    errors = weight_errors()
-    print(f"{'weight error':14} {'gaussian':>20} {'laplace':>20} {'student-t':>20}   search / min-max (gain)")
+    given = tensors()
+    errors = weight_errors(given)
+    print(f"{'weight error':14} " + " ".join(f"{name:>20}" for name in given) + "   search/min-max, gain")
     for fmt, row in errors.items():
         cells = [
             f"{e['search']:.4f}/{e['minmax']:.4f} {1 - e['search'] / e['minmax']:5.1%}" for e in row.values()
         ]
         print(f"{fmt:14} " + " ".join(f"{cell:>20}" for cell in cells))
+    q4_1 = {name: q4_1_error(weight) for name, weight in given.items()}
+    print(f"{'GGUF Q4_1':14} " + " ".join(f"{error:20.4f}" for error in q4_1.values()), flush=True)
     reference = measure(args.model, args.texts, args.tokens, weight_format="f32", cache_format="f32")
-    result: dict[str, Any] = {"weight_errors": errors, "weights": {}, "cache": {}}
+    result: dict[str, Any] = {"weight_errors": errors, "q4_1_errors": q4_1, "weights": {}, "cache": {}}
     print(f"{'format':14} {'bits':>6} {'perplexity':>11} {'change':>8} {'agreement':>10} {'tokens/s':>9}")
     for fmt in filter(None, args.weights.split(",")):
         found = measure(args.model, args.texts, args.tokens, weight_format=fmt, cache_format="f32")
