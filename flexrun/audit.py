@@ -208,16 +208,20 @@ def audit_run(llm: LLM, meter: MeteredEngine, planned: Workload | None = None) -
     if hardware is None:
         notes.append(NO_PROFILE)
         return found
-    run = placed_run(
-        record.footprint,
-        hardware,
-        record.policy,
-        record.limits,
-        compute_dtype=record.compute_dtype,
-        gpu_mem_bytes=record.gpu_mem_bytes,
-        memory=runtime.plan,
-    )
-    found["predicted"] = predict_times(run, series_of(record.policy, record.limits, ran)).to_dict()
+    try:
+        run = placed_run(
+            record.footprint,
+            hardware,
+            record.policy,
+            record.limits,
+            compute_dtype=record.compute_dtype,
+            gpu_mem_bytes=record.gpu_mem_bytes,
+            memory=runtime.plan,
+        )
+        found["predicted"] = predict_times(run, series_of(record.policy, record.limits, ran)).to_dict()
+    except (ValueError, ArithmeticError, LookupError) as error:
+        # The run is over and its results are written: an edited profile must not turn that into a failure.
+        notes.append(f"no prediction: this machine's profile cannot be used ({error}); flexrun profile")
     return found
 
 

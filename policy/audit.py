@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 RECORD_VERSION = 1
 PHASES = ("prefill", "decode")
 FIT_PASSES = 12
+SIMULATED_LAYERS = 12
+SIMULATED_OPS = 24_000
+"""Operations of a pass up to which all layers are simulated."""
 SAMPLING = "sampling"
 """In observations, what passes take outside of the lanes: sampling and bookkeeping."""
 
@@ -294,8 +297,11 @@ def lane_seconds(
 
 
 def predict_times(run: PlacedRun, series: PassSeries) -> RunTimes:
-    """Simulated wall seconds and busy seconds of each phase."""
-    simulation = simulate(run, series)
+    """Simulated wall seconds and busy seconds of each phase; of a large model the first layers stand for all."""
+    footprint = run.cost.footprint
+    n_ops = 12 * len(footprint.units) * run.cost.n_batches
+    n_layers = max(SIMULATED_LAYERS, footprint.n_layers * SIMULATED_OPS // n_ops)
+    simulation = simulate(run, series, n_layers=min(n_layers, footprint.n_layers))
     busy, outside = lane_seconds(run, weighted_passes(series))
     walls = (simulation.prefill_seconds, simulation.decode_seconds)
     return RunTimes(

@@ -19,7 +19,7 @@ from offload.measure import cache_file
 from offload.memory import TierBudgets
 from policy.hardware import Curve, Hardware
 from policy.search import SearchResult
-from policy.tiers import Placement, Plan, Policy, Tier
+from policy.tiers import Placement, Plan, Policy, Tier, load_policy
 from policy.workload import Limits, Workload
 
 TINY = {
@@ -336,3 +336,26 @@ def test_plan_takes_lengths_from_a_batch_file(folder, tmp_path, capsys):
     assert main(words) == 2 and "holds no request" in capsys.readouterr().err
     assert main([*words[:-1], "missing.jsonl"]) == 2
     assert "cannot read the batch file missing.jsonl" in capsys.readouterr().err
+
+
+def test_a_plan_for_a_checkpoint_of_several_formats_can_be_run(tmp_path, monkeypatch, capsys):
+    plain = cases.model()
+    units = tuple(
+        replace(u, nbytes={"mixed": u.nbytes["f16"]}, table_nbytes={"mixed": u.table_nbytes.get("f16", 0)})
+        for u in plain.units
+    )
+    mixed = replace(plain, units=units, native_format="mixed")
+    monkeypatch.setattr("flexrun.cli.plan.find_footprint", lambda *a: mixed)
+    words = ["plan", "-m", "x", "--prompt-len", "32", "--gen-len", "4", "--hardware", "rtx-3090"]
+    assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
+    assert load_policy(tmp_path / "plan.json").weight_format == "auto"
+
+
+def test_a_profile_that_cannot_be_used_does_not_spoil_a_finished_run(folder, profile, capsys, monkeypatch):
+    def fail(*args):
+        raise ValueError("bent out of shape")
+
+    monkeypatch.setattr("flexrun.audit.predict_times", fail)
+    summary, err = batch(folder, capsys, prompts(2, 5, max_tokens=2))
+    assert summary["succeeded"] == 2 and summary["audit"]["predicted"] is None
+    assert "profile cannot be used (bent out of shape)" in err

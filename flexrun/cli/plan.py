@@ -113,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"flexrun plan: {found.infeasible}", file=sys.stderr)
         return EXIT_REFUSED
+    if args.weight_format is None and not _holds(found.best.policy.weight_format):
+        # A checkpoint of several formats: no one name says what a run is to keep.
+        policy = replace(found.best.policy, weight_format="auto")
+        found = replace(found, best=replace(found.best, policy=policy))
+    assert found.best is not None
     data = as_dict(found, hardware)
     if args.output:
         Path(args.output).write_text(
