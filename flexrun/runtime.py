@@ -31,7 +31,7 @@ from offload.trace import Trace
 from offload.units import AttentionUnit, Model
 from offload.weights import WeightSource, WeightStore
 from policy.footprint import KvShape, ModelFootprint, UnitFootprint, UnitKind
-from policy.memory_plan import MemoryPlan, cpu_attention_flags, memory_plan
+from policy.memory_plan import ROW_CHUNK, MemoryPlan, cpu_attention_flags, memory_plan
 from policy.schedule import Depths
 from policy.tiers import Policy, Tier
 from policy.workload import Limits
@@ -240,9 +240,8 @@ class Runtime:
         self.lanes = Lanes(device, trace=trace)
         # Closed first, so that no lane still moves what the others let go of.
         self._stack.callback(lambda: self.lanes.close(cancel=True))
-        rows = (self.limits.logit_rows or policy.gpu_batch_size) * n_batches
         self.logits = torch.empty(
-            (max(rows, policy.block_size), self.model.vocab_size),
+            (policy.block_size, self.model.vocab_size),  # rows to sample, one per sequence
             dtype=torch.float32,
             device=device.torch_device,
         )
@@ -256,6 +255,7 @@ class Runtime:
             lanes=self.lanes,
             hidden_homes=hidden_homes,
             chunk_tokens=max(self.limits.chunk_tokens, SEGMENT_TOKENS),
+            row_chunk=ROW_CHUNK,
             depths=depths,
             overlap=policy.overlap,
         )

@@ -31,6 +31,10 @@ def tier_labels(first_tier: Tier) -> tuple[Tier, ...]:
     return tuple(t for t in Tier if t >= first_tier)
 
 
+ROW_CHUNK = 512
+"""Most rows of logits that are computed at once, for one slice of the vocabulary."""
+
+
 def cache_element_bytes(cache_format: str, compute_dtype: str) -> int:
     """Bytes of one K or V element in a tail: the cache's plain type, or the compute dtype if it is packed."""
     return PLAIN_BYTES.get(cache_format, PLAIN_BYTES[compute_dtype])
@@ -53,7 +57,8 @@ class WorkBuffer:
     """Scratch for one chunk on the first tier, by part; parts live at the same time.
 
     activations: inputs and outputs of one unit's linear tensors, plus two hidden states in compute dtype
-        (norm output, residual) and one in fp32 (norms): chunk * (A * b + hidden * (2 * b + 4)).
+        (norm output, residual) and one in fp32 (norms): chunk * (A * b + hidden * (2 * b + 4)); or a slab of logits,
+        rows * (hidden + slice) * (b + 8), if that is larger.
     rotary: queries and keys in fp32: chunk * (n_heads + n_kv_heads) * head_dim * 4.
     attention_staging: K and V of as many sequences as the limit allows, at least one, in compute dtype.
     attention_scores: explicit scores of a tile of queries, at least one query of all heads, in fp32.
@@ -175,8 +180,12 @@ def work_buffer(
     one_sequence = limits.max_tokens * kv_elements * element
     one_query = n_heads * limits.max_tokens * 4
     cap = limits.attention_staging_bytes
+    # Rows of one slice of the vocabulary at once, in compute type, in fp32 and as exponentials.
+    rows = min(ROW_CHUNK, limits.logit_rows or gpu_batch_size)
+    slices = (u.activation_elements_per_token for u in footprint.units if u.rows_only)
+    slab = math.ceil(rows * max(slices, default=0.0)) * (element + 8)
     return WorkBuffer(
-        activations_bytes=math.ceil(chunk * active) * element + chunk * hidden * (2 * element + 4),
+        activations_bytes=max(slab, math.ceil(chunk * active) * element + chunk * hidden * (2 * element + 4)),
         rotary_bytes=chunk * rotary * 4,
         attention_staging_bytes=max(one_sequence, min(gpu_batch_size * one_sequence, cap)),
         attention_scores_bytes=max(one_query, min(chunk * one_query, cap)),
@@ -219,8 +228,10 @@ def block_sizes(
     whole_prompts = limits.pass_tokens >= gpu_batch_size * limits.max_tokens // 2
     attend_tokens = gpu_batch_size if schedule == "static" and whole_prompts else limits.pass_tokens
     attend = attend_tokens * (_activation_elements(footprint)[2] + footprint.hidden_size) * element
+    # A sampled row is kept in fp32 until the pass ends; of a scored one only sums are (see work_buffer).
     rows = limits.logit_rows if limits.logit_rows is not None else gpu_batch_size
-    logits = num_gpu_batches * rows * (footprint.vocab_size * 4 + footprint.hidden_size * element)
+    sampled = gpu_batch_size * footprint.vocab_size * 4
+    logits = num_gpu_batches * (sampled + rows * footprint.hidden_size * element)
     return BlockSizes(
         weights_bytes=weights[0],
         largest_unit_bytes=weights[1],
