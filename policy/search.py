@@ -608,7 +608,7 @@ def search(
             for s in searcher.around(best.shape)
             if (not gpu_batch_size or s.gpu_batch_size == gpu_batch_size)
             and (not num_gpu_batches or s.num_gpu_batches == num_gpu_batches)
-            and (workload.num_requests is None or s.block <= 2 * workload.num_requests)
+            and (workload.num_requests is None or s.block < workload.num_requests + s.num_gpu_batches)
         ]
         tried: dict[_Shape, _Found | None] = {best.shape: best}
         searcher.explore(near, tried, MAX_PLACED_NEAR)

@@ -281,3 +281,12 @@ def test_planning_needs_no_torch() -> None:
     code = "import sys, policy.search, policy.calibrate; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("requests", [5, 13, 20])
+def test_a_block_has_no_slots_that_no_request_fills(requests: int) -> None:
+    workload = Workload(prompt_len=30, gen_len=12, num_requests=requests)
+    result = search(cases.model(), cases.cpu_machine(), workload, page_tokens=16)
+    assert result.best is not None
+    policy = result.best.policy
+    assert policy.block_size < requests + policy.num_gpu_batches
