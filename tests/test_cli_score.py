@@ -177,4 +177,6 @@ def test_the_planner_is_told_about_how_much_there_is(tmp_path):
     assert estimated_workload(str(source), 10).num_requests == 10
     source.write_text('{"context": [1, 2, 3], "continuation": [4]}\n{broken\n')
     assert estimated_workload(str(source), None).prompt_len >= 2
+    source.write_text('{"context": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    assert estimated_workload(str(source), None).num_requests == 1
     assert estimated_workload("-", None) is None

@@ -32,6 +32,20 @@ def test_a_short_file_is_known_exactly(tmp_path) -> None:
     assert found.workload.num_requests == 5
 
 
+def test_lines_that_the_job_will_refuse_do_not_stop_the_planning(tmp_path) -> None:
+    good = {"prompt": "x" * 20, "max_tokens": 5}
+    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    lines = [
+        b"\xef\xbb\xbf" + json.dumps(good).encode(),
+        b"\xef\xbb\xbf",
+        deep,
+        b'{"prompt": "x", "max_tokens": NaN}',
+        b"\xff",
+    ]
+    found = sample_input(write(tmp_path, [*lines, b'{"prompt": "x", "max_tokens": 1e999}', b" "]), job())
+    assert found.workload.num_requests == 1 and found.workload.prompt_len == 21
+
+
 def test_limits_of_the_job_count(tmp_path) -> None:
     path = write(tmp_path, [{"prompt": [1] * n, "max_tokens": 4} for n in (10, 10, 10, 90)])
     assert sample_input(path, job(), limit=2).workload.num_requests == 2

@@ -108,5 +108,5 @@ def _text_bytes(line: bytes) -> int:
             len(value.encode()) if isinstance(value, str) else _BYTES_PER_TOKEN * len(value or ())
             for value in values
         )
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return len(line)

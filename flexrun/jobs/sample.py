@@ -6,14 +6,14 @@ seen as it is. Prompts are cut into tokens as the job will do it.
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from flexrun.jobs.kinds import EnginePrompt, JobKind
-from flexrun.jobs.lines import LineIdentity
+from flexrun.jobs.lines import LineError, LineIdentity, parse_object, read_lines
 from policy.workload import LengthCounts, Workload
 
 SAMPLED_LINES = 384
@@ -105,10 +105,10 @@ def _count(prompt: EnginePrompt, counts: LengthCounts, max_tokens: int | None, s
 
 
 def _fields(line: bytes) -> dict[str, Any]:
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise ValueError("not an object")
-    return fields
+    """A line as the job reads it. LineError for what the job refuses, and for a byte order mark by itself."""
+    for raw in read_lines(io.BytesIO(line)):
+        return parse_object(raw)
+    raise LineError("invalid_json", "nothing but a byte order mark")
 
 
 def _head(stream: BinaryIO, limit: int | None) -> tuple[list[tuple[bytes, int]], bool]:
