@@ -338,14 +338,15 @@ def test_plan_takes_lengths_from_a_batch_file(folder, tmp_path, capsys):
     assert "cannot read the batch file missing.jsonl" in capsys.readouterr().err
 
 
-def test_a_plan_for_a_checkpoint_of_several_formats_can_be_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("stored", ["mixed", "q6_k", "int4-g32-sym"])
+def test_a_plan_for_a_packed_checkpoint_keeps_it_as_it_is(stored, tmp_path, monkeypatch, capsys):
     plain = cases.model()
     units = tuple(
-        replace(u, nbytes={"mixed": u.nbytes["f16"]}, table_nbytes={"mixed": u.table_nbytes.get("f16", 0)})
+        replace(u, nbytes={stored: u.nbytes["f16"]}, table_nbytes={stored: u.table_nbytes.get("f16", 0)})
         for u in plain.units
     )
-    mixed = replace(plain, units=units, native_format="mixed")
-    monkeypatch.setattr("flexrun.cli.plan.find_footprint", lambda *a: mixed)
+    packed = replace(plain, units=units, native_format=stored)
+    monkeypatch.setattr("flexrun.cli.plan.find_footprint", lambda *a: packed)
     words = ["plan", "-m", "x", "--prompt-len", "32", "--gen-len", "4", "--hardware", "rtx-3090"]
     assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
     assert load_policy(tmp_path / "plan.json").weight_format == "auto"

@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"flexrun plan: {found.infeasible}", file=sys.stderr)
         return EXIT_REFUSED
-    if args.weight_format is None and not _holds(found.best.policy.weight_format):
-        # A checkpoint of several formats: no one name says what a run is to keep.
+    if args.weight_format is None and not _is_plain(found.best.policy.weight_format):
+        # A packed checkpoint stays as it is: a format's name would ask for its conversion.
         policy = replace(found.best.policy, weight_format="auto")
         found = replace(found, best=replace(found.best, policy=policy))
     assert found.best is not None
@@ -244,6 +244,12 @@ def _holds(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_plain(name: str) -> bool:
+    from quant.formats import parse_format
+
+    return _holds(name) and parse_format(name).is_plain
 
 
 def as_dict(found: SearchResult, hardware: Hardware) -> dict[str, Any]:
