@@ -9,7 +9,9 @@ that explain what every phase took.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from flexrun.audit import MeteredEngine, run_record
 from flexrun.llm import LLM
 from flexrun.request import SamplingParams
 from offload.device import Device
-from offload.measure import cached_hardware
+from offload.measure import cache_file, cached_hardware
 from policy.audit import RunRecord
 from policy.calibrate import Calibration, refit
 from policy.hardware import Hardware
@@ -40,7 +42,7 @@ CONSTANTS = (
     "overhead.pass",
     "overhead.row",
 )
-"""What the runs tell about. Disk, copies and shared resources are measured on their own."""
+"""What the runs tell about. Disk and copies are measured on their own."""
 
 ROUNDS = 2
 PULL = 0.1
@@ -49,7 +51,7 @@ PULL = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One short run in memory: a model's sizes, a block's shape, what there is to do, how weights are stored."""
+    """One short run: a model's sizes, a block's shape, what there is to do, how and where weights are stored."""
 
     hidden_size: int
     ffn: int
@@ -60,6 +62,7 @@ class Probe:
     prompt_len: int
     gen_len: int
     weight_format: str = "auto"
+    on_disk: bool = False
 
     def config(self) -> dict[str, Any]:
         return {
@@ -83,7 +86,7 @@ class Probe:
     def policy(self, first: str) -> Policy:
         place = Placement(**{f"{first}_frac": 1.0})
         return Policy(
-            weights=place,
+            weights=Placement(disk_frac=1.0) if self.on_disk else place,
             cache=place,
             activations=place,
             gpu_batch_size=self.block[0],
@@ -117,6 +120,10 @@ PROBES = (
 )  # fmt: skip
 
 
+SHARED = (PROBES[0], PROBES[2])
+"""Run once more with weights on disk: what reads cost the computation that runs beside them."""
+
+
 def machine_profile(
     device: Device,
     *,
@@ -130,31 +137,67 @@ def machine_profile(
         folder=folder,
         fresh=fresh,
         say=say,
-        refine=lambda hardware: probe_hardware(hardware, device, say=say).hardware,
+        refine=lambda hardware: probe_hardware(hardware, device, folder=folder, say=say).hardware,
     )
 
 
 def probe_hardware(
-    hardware: Hardware, device: Device, *, say: Callable[[str], None] = lambda text: None
+    hardware: Hardware,
+    device: Device,
+    *,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """The measured machine with its constants brought to what short runs took. Takes about half a minute."""
+    """The measured machine with its constants brought to what short runs took. Takes about half a minute.
+
+    folder: on the disk that the disk tier will use; that of the profile's cache if not given.
+    """
     say("short runs")
-    records: list[RunRecord] = []
-    with tempfile.TemporaryDirectory(prefix="flexrun-probe-") as folder:
-        for round_index in range(ROUNDS):
+    folder = folder or cache_file(device).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    records: list[tuple[str, RunRecord]] = []
+    shares: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="flexrun-probe-", dir=folder) as place:
+        for _ in range(ROUNDS):
             for i, probe in enumerate(PROBES):
-                place = Path(folder) / f"model-{i}"
-                if not round_index:
-                    place.mkdir()
-                    (place / "config.json").write_text(json.dumps(probe.config()), encoding="utf-8")
-                records.append(_run(probe, place, Path(folder) / "spill", device))
-    observations = [r.observation(hardware, f"probe {i % len(PROBES)}") for i, r in enumerate(records)]
-    found = refit(hardware, observations, constants=CONSTANTS, pull=PULL)
-    return dataclasses.replace(found, hardware=found.hardware.replace(source=hardware.source))
+                record = _run(probe, Path(place), device)
+                records.append((f"probe {i}", record))
+                # On an accelerator the processor that reads does not compute.
+                if probe in SHARED and not device.is_accelerator:
+                    beside = _run(dataclasses.replace(probe, on_disk=True), Path(place), device)
+                    shares += _shares(record, beside)
+    found = refit(
+        hardware,
+        [record.observation(hardware, name) for name, record in records],
+        constants=CONSTANTS,
+        pull=PULL,
+    )
+    settled = found.hardware.replace(source=hardware.source)
+    if shares:
+        share = min(1.0, max(0.0, statistics.median(shares)))
+        cores = {**settled.sharing.get("cores", {}), "disk_read": share, "disk_write": share}
+        settled = settled.replace(sharing={**settled.sharing, "cores": {"compute": 1.0, **cores}})
+    return dataclasses.replace(found, hardware=settled)
 
 
-def _run(probe: Probe, model: Path, spill: Path, device: Device) -> RunRecord:
+def _shares(alone: RunRecord, beside: RunRecord) -> list[float]:
+    """How much longer decoding computes for every second of reads beside it, as a share of the cores.
+
+    Reads are few and large; what they cost is mostly that interrupted cores keep the other ones waiting.
+    """
+    a, b = (r.measured.phases["decode"].busy_seconds for r in (alone, beside))
+    read = b.get("disk_read", 0.0)
+    return [(b["compute"] - a["compute"]) / read] if read > 0.01 else []
+
+
+def _run(probe: Probe, folder: Path, device: Device) -> RunRecord:
+    """Run a probe; folder holds its model and what it keeps on disk."""
     first = device.first_tier.label
+    config = json.dumps(probe.config())
+    model = folder / hashlib.sha256(config.encode()).hexdigest()[:8]
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(config, encoding="utf-8")
+    n = probe.block[0] * probe.block[1]
     with LLM(
         model,
         device=device.kind,
@@ -162,12 +205,11 @@ def _run(probe: Probe, model: Path, spill: Path, device: Device) -> RunRecord:
         policy=probe.policy(first),
         prompt_len=probe.prompt_len,
         gen_len=probe.gen_len,
-        num_requests=probe.block[0] * probe.block[1],
-        disk_dir=spill,
+        num_requests=n,
+        disk_dir=folder / "spill",
     ) as llm:
         meter = MeteredEngine(llm)
         generator = torch.Generator().manual_seed(0)
-        n = probe.block[0] * probe.block[1]
         prompts = torch.randint(1, 8192, (n, probe.prompt_len), generator=generator).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=probe.gen_len, ignore_eos=True)
         for i, prompt in enumerate(prompts):

@@ -10,6 +10,7 @@ import pytest
 
 from flexrun import probe
 from offload.device import make_device
+from policy.audit import PhaseTimes, RunTimes
 from policy.calibrate import apply_factors
 from policy.hardware import AttentionRates, Curve, Hardware
 
@@ -49,12 +50,38 @@ def test_a_probe_runs_what_it_says(tmp_path, monkeypatch) -> None:
     assert said == ["short runs"] and found.hardware.source == hardware().source
     assert set(found.factors) == set(probe.CONSTANTS)
     assert found.error_after <= found.error_before
-    untouched = ("disk_read_bytes_per_s", "upload_bytes_per_s", "sharing")
+    untouched = ("disk_read_bytes_per_s", "upload_bytes_per_s", "sharing")  # none of these shares
     assert all(getattr(found.hardware, name) == getattr(hardware(), name) for name in untouched)
 
 
+def test_reads_that_slow_computing_down_share_the_cores(monkeypatch, tmp_path) -> None:
+    """Half a second more of computing for every second of reads is a share of a half."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "PROBES", (TINY,))
+    monkeypatch.setattr(probe, "SHARED", (TINY,))
+    run = probe._run
+    asked_for: list[bool] = []
+
+    def with_reads(asked, folder, device):
+        record = run(asked, folder, device)
+        asked_for.append(asked.on_disk)
+        assert (record.policy.weights.disk_frac == 1.0) is asked.on_disk
+        busy = {"compute": 3.0, "disk_read": 2.0} if asked.on_disk else {"compute": 2.0}
+        phases = {
+            name: PhaseTimes(wall_seconds=3.0, busy_seconds=busy if name == "decode" else {})
+            for name in ("prefill", "decode")
+        }
+        return replace(record, measured=RunTimes(phases=phases, sampling_seconds=0.0))
+
+    monkeypatch.setattr(probe, "_run", with_reads)
+    found = probe.probe_hardware(hardware(), make_device("cpu"))
+    assert asked_for == [False, True] * probe.ROUNDS
+    assert found.hardware.sharing["cores"]["disk_read"] == pytest.approx(0.5)
+    assert found.hardware.sharing["cores"]["compute"] == 1.0
+
+
 @pytest.mark.parametrize(
-    "name, factor", [("gemm", 0.5), ("overhead.attention", 4.0), ("device_attention.decode", 0.3)]
+    "name, factor", [("gemm", 0.5), ("overhead.compute", 6.0), ("device_attention.decode", 0.3)]
 )
 def test_what_runs_took_moves_the_constant_behind_it(name, factor, tmp_path, monkeypatch) -> None:
     """Runs that are as slow as on a machine with one other constant bring that constant back."""
@@ -67,8 +94,10 @@ def test_what_runs_took_moves_the_constant_behind_it(name, factor, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "ROUNDS", 1)
 
-    def as_on_the_true_machine(asked, model, spill, device):
-        record = run(shortened[probe.PROBES.index(asked)], model, spill, device)
+    def as_on_the_true_machine(asked, folder, device):
+        if asked.on_disk:  # as long as in memory: reads cost nothing
+            return as_on_the_true_machine(replace(asked, on_disk=False), folder, device)
+        record = run(shortened[probe.PROBES.index(asked)], folder, device)
         # The shapes of the whole probe, with the times of the true machine.
         policy = asked.policy("cpu")
         workload = replace(
