@@ -376,7 +376,9 @@ def main() -> None:
         hardware = Hardware.load(args.hardware)
     else:
         device = make_device("cpu")
-        hardware = probe_hardware(measure_hardware(device, folder=default_disk_dir()), device).hardware
+        hardware = probe_hardware(
+            measure_hardware(device, folder=default_disk_dir()), device, folder=default_disk_dir()
+        ).hardware
     cases: list[Case] = []
     for scenario in SCENARIOS:
         if args.only not in scenario.name:
