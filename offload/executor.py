@@ -273,7 +273,7 @@ class Executor:
         if kind is OpKind.READ_WEIGHTS:
             return lambda: self.weights.read(u, op.slot, op.piece, op.n_pieces)
         if kind is OpKind.UPLOAD_WEIGHTS:
-            return lambda: self.weights.upload(u, op.slot, op.staging_slot)
+            return lambda: self.weights.upload(u, op.slot, op.staging_slot, op.piece, op.n_pieces)
         assert batch is not None
         j = batch.index
         if kind is OpKind.COMPUTE:

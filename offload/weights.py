@@ -456,21 +456,28 @@ class WeightStore:
 
     # -- movement, called on the lanes -------------------------------------------------------------------
 
+    def piece(self, index: int, piece: int, n_pieces: int) -> tuple[int, int]:
+        """First and last + 1 of the bytes that are piece `piece` of n_pieces of a unit; small units have empty ones."""
+        total = self.layouts[index].nbytes
+        step = align_up(-(-total // n_pieces), UNIT_ALIGN_BYTES)
+        return min(piece * step, total), min((piece + 1) * step, total)
+
     def read(self, index: int, slot: int, piece: int, n_pieces: int) -> int:
         """Read an equal share of a unit from disk into its staging or ring slot; returns the bytes read."""
         run = self._staging[slot] if self._staging else self._ring[slot]
-        total = self.layouts[index].nbytes
-        step = align_up(-(-total // n_pieces), UNIT_ALIGN_BYTES)
-        begin, end = min(piece * step, total), min((piece + 1) * step, total)
+        begin, end = self.piece(index, piece, n_pieces)
         wanted = _located(self._extents[index], begin, end - begin, begin)
         return read_extents(wanted, run)
 
-    def upload(self, index: int, slot: int, staging_slot: int) -> int:
-        """Copy a unit from cpu memory, or from its staging slot, to its ring slot on the device."""
-        nbytes = self.layouts[index].nbytes
+    def upload(self, index: int, slot: int, staging_slot: int, piece: int, n_pieces: int) -> int:
+        """Copy an equal share of a unit from cpu memory, or from its staging slot, to its ring slot on the device.
+
+        Returns the bytes copied. The shares are those of `read`: a staged piece needs its own read alone.
+        """
+        begin, end = self.piece(index, piece, n_pieces)
         run = self._staging[staging_slot] if staging_slot >= 0 else self._at_home[index]
-        self._ring[slot][:nbytes].copy_(run[:nbytes], non_blocking=True)
-        return nbytes
+        self._ring[slot][begin:end].copy_(run[begin:end], non_blocking=True)
+        return end - begin
 
     # -- use, called on the compute lane -----------------------------------------------------------------
 

@@ -312,7 +312,8 @@ class CostModel:
             nbytes: float = unit.nbytes[self.weight_format] / op.n_pieces
             return nbytes / hw.disk_read_bytes_per_s + over["disk"]
         if kind is OpKind.UPLOAD_WEIGHTS:
-            return unit.nbytes[self.weight_format] / hw.upload_bytes_per_s + over["transfer"]
+            nbytes = unit.nbytes[self.weight_format] / op.n_pieces
+            return nbytes / hw.upload_bytes_per_s + over["transfer"]
         if kind in (OpKind.READ_HIDDEN, OpKind.WRITE_HIDDEN):
             rate = hw.disk_read_bytes_per_s if kind is OpKind.READ_HIDDEN else self.write_rate(state)
             return self.hidden_bytes(state) / rate + over["disk"]
@@ -345,10 +346,22 @@ class CostModel:
 
     # -- lanes of a pass ------------------------------------------------------------------------------------------
 
+    def weight_pieces(self, state: BatchState, flow: Flow) -> int:
+        """In how many pieces a streamed unit comes at least, whatever the fractions are: one per gpu batch where
+        tails go up with every pair, else 1. The schedule also cuts units where pages or hidden states travel,
+        but a count that depends on fractions would not be linear; never more than the schedule's keeps the
+        linear program a bound."""
+        attends = self.n_attending_on_cpu(state)
+        if not (self.three and self.overlap) or attends == self.n_batches:
+            return 1
+        tails_away = not flow.tails_on_gpu or self.n_cpu_attention > attends
+        return self.n_batches if tails_away and state.tail_tokens > 1e-9 else 1
+
     def lane_seconds(self, state: BatchState, flow: Flow) -> dict[Lane, Any]:
         """Seconds of each lane in a pass of num_gpu_batches such batches, linear in `flow`.
 
-        Fixed costs of copies are counted in proportion to what is copied; `op_seconds` counts them whole.
+        Fixed costs of copies are counted in proportion to what is copied, those of weights for each of
+        `weight_pieces`; `op_seconds` counts them whole.
         """
         hw = self.hardware
         over = hw.overhead_seconds
@@ -361,10 +374,11 @@ class CostModel:
         self._add_compute(state, n_cpu, add)
         # Weights.
         _, w_cpu, w_disk = flow.weights
-        weights, n_units = float(self.sizes.weights_bytes), float(self.n_streamable)
-        add(Lane.DISK_READ, w_disk * (weights / hw.disk_read_bytes_per_s + n_units * over["disk"]))
+        weights = float(self.sizes.weights_bytes)
+        n_loads = float(self.n_streamable * self.weight_pieces(state, flow))
+        add(Lane.DISK_READ, w_disk * (weights / hw.disk_read_bytes_per_s + n_loads * over["disk"]))
         if self.three:
-            upload = weights / hw.upload_bytes_per_s + n_units * over["transfer"]
+            upload = weights / hw.upload_bytes_per_s + n_loads * over["transfer"]
             add(Lane.UPLOAD, (w_cpu + w_disk) * upload)
         # Cache: pairs of every kind of layer, on the device and on the CPU.
         n_stay = self.n_cpu_attention

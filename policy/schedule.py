@@ -11,9 +11,9 @@ too early, whatever the lanes' speeds.
 
 Prefetch: the load of a streamed unit is emitted as soon as the ring slot it needs has been released by an
 operation already emitted, so the slowest lane is never idle while there is room in the rings. A unit's
-weights are read in as many pieces as the pass has gpu batches when cache or hidden states travel on the
-same lane: a batch's small cache read then never queues behind a whole unit. Weights run on across passes:
-the first units of the next pass are loaded while this one ends.
+weights are read and uploaded in as many pieces as the pass has gpu batches when cache or hidden states
+travel too, one piece per step: what a batch needs then queues behind one piece, never behind a whole unit.
+Weights run on across passes: the first units of the next pass are loaded while this one ends.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Op:
     cache_slot, hidden_slot: ring slots holding the batch's KV pages and hidden states, out_slot: the one that
     takes new KV pages which leave the device; -1 if none.
     staging_slot: the cpu staging slot that an upload or CPU attention reads, -1 if none.
-    piece of n_pieces: which equal share of the unit's bytes a READ_WEIGHTS moves.
+    piece of n_pieces: which equal share of the unit's bytes a READ_WEIGHTS or UPLOAD_WEIGHTS moves.
     """
 
     id: int
@@ -197,7 +197,7 @@ class _WeightLoad:
     staging_waits: tuple[int, ...] = ()
     n_pieces: int = 1
     next_piece: int = 0
-    reads: tuple[int, ...] = ()
+    moves: tuple[int, ...] = ()
     ready: tuple[int, ...] = ()
 
 
@@ -283,40 +283,50 @@ class ZigZag:
             self._coming.append(_WeightLoad(unit, slot, waits, staging_slot))
 
     def _emit_piece(self, load: _WeightLoad, n_pieces: int) -> Iterator[Op]:
-        """Emit the next piece of a unit's load; with the last piece the unit is ready."""
+        """Emit the next piece of a unit's load: its read, its upload, or both; the last makes the unit ready.
+
+        Piece k is the same bytes of the unit for both, so the upload of a piece waits for the read of that
+        piece alone, and reads go on into the staging slot while what has arrived is on its way up: they
+        touch other bytes. No slot is reused early: the first piece of a load, and with it every later one on
+        that lane, waits for all uses of what the slot held: a ring slot for all computations of its former
+        unit, a staging slot for all uploads of its former unit. That those are known is owed to the order of
+        emission: loads advance one after the other, so the former unit's last upload is emitted before the
+        next unit's first read. Computations wait for all pieces, so a piece that failed stops them.
+        """
         if load.next_piece == 0:
             load.n_pieces = n_pieces  # a load that runs on into the next pass keeps its own count
-        home = self.units[load.unit].home
-        if home is Tier.DISK:
-            waits = load.staging_waits if load.staging_slot >= 0 else load.slot_waits
-            read = self._op(
+        share = {"piece": load.next_piece, "n_pieces": load.n_pieces}
+        read: tuple[int, ...] = ()
+        if self.units[load.unit].home is Tier.DISK:
+            staged = load.staging_slot >= 0
+            op = self._op(
                 OpKind.READ_WEIGHTS,
                 load.unit,
                 -1,
-                load.staging_slot if load.staging_slot >= 0 else load.slot,
-                waits,
-                piece=load.next_piece,
-                n_pieces=load.n_pieces,
+                load.staging_slot if staged else load.slot,
+                load.staging_waits if staged else load.slot_waits,
+                **share,
             )
-            yield read
-            load.reads += (read.id,)
-            load.next_piece += 1
-            if load.next_piece < load.n_pieces:
-                return
-            load.ready = load.reads
+            yield op
+            read = (op.id,)
         if self.first_tier is Tier.GPU:
-            upload = self._op(
+            op = self._op(
                 OpKind.UPLOAD_WEIGHTS,
                 load.unit,
                 -1,
                 load.slot,
-                (*load.slot_waits, *load.reads),
+                (*load.slot_waits, *read),
                 staging_slot=load.staging_slot,
+                **share,
             )
-            yield upload
-            load.ready = (upload.id,)
-            if load.staging_slot >= 0:
-                self._staging.used(load.staging_slot, upload.id)
+            yield op
+        load.moves += (op.id,)
+        load.next_piece += 1
+        if load.next_piece < load.n_pieces:
+            return
+        load.ready = load.moves
+        if load.staging_slot >= 0:
+            self._staging.used(load.staging_slot, *load.moves)
 
     def _advance_loads(self, n_pieces: int, *, until: int | None = None) -> Iterator[Op]:
         """Emit one piece of the first unfinished load, or all pieces up to the load of unit `until`."""
@@ -346,7 +356,7 @@ class ZigZag:
             (u, j) for u, j in steps if self.units[u].loads_hidden and self._moves_hidden(batches, j)
         ]
         shared = bool(cache_steps or hidden_steps)
-        n_pieces = n_batches if shared else 1
+        n_pieces = n_batches if shared and self.overlap else 1
         streamed_left = len(self._streamed)
         cache_ready: dict[tuple[int, int], Op] = {}
         hidden_ready: dict[tuple[int, int], Op] = {}

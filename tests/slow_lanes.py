@@ -90,8 +90,16 @@ def poison_buffers(runtime: Runtime) -> None:
         return ring(weights._staging or weights._ring, slot) if piece == 0 else []
 
     before(weights, "read", first_read)
-    before(weights, "upload", lambda index, slot, staging: ring(weights._ring, slot))
-    after(weights, "upload", lambda index, slot, staging: ring(weights._staging, staging))
+
+    def first_upload(index: int, slot: int, staging: int, piece: int, n_pieces: int) -> list[torch.Tensor]:
+        return ring(weights._ring, slot) if piece == 0 else []
+
+    def uploaded(index: int, slot: int, staging: int, piece: int, n_pieces: int) -> list[torch.Tensor]:
+        begin, end = weights.piece(index, piece, n_pieces)
+        return [run[begin:end] for run in ring(weights._staging, staging)]
+
+    before(weights, "upload", first_upload)
+    after(weights, "upload", uploaded)
     before(cache, "read", lambda layer, j, slot: ring(cache._staging or cache._ring, slot))
     before(
         cache,

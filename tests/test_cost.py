@@ -104,6 +104,67 @@ def test_operations_add_up_to_the_lanes(
             assert lanes.get(lane, 0.0) == pytest.approx(expected[lane], rel=1e-9, abs=1e-12), (lane, state)
 
 
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
+@pytest.mark.parametrize("cache", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
+@pytest.mark.parametrize("activations", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
+@pytest.mark.parametrize("attends", [0, 1, 3])
+def test_pieces_of_weights_have_their_fixed_costs(
+    kind: str,
+    n: int,
+    overlap: bool,
+    weights: tuple[float, float, float],
+    cache: tuple[float, float, float],
+    activations: tuple[float, float, float],
+    attends: int,
+) -> None:
+    """What fixed costs add to the operations, those of the cache apart, they add to the lanes; no more in any case."""
+    make = cases.machine if kind == "gpu" else cases.cpu_machine
+    if kind == "cpu":  # what would be on the gpu is in memory
+        cache, activations = (
+            (0.0, cache[0] + cache[1], cache[2]),
+            (0.0, activations[0] + activations[1], activations[2]),
+        )
+        attends = 0
+    cache_kinds = {OpKind.READ_CACHE, OpKind.UPLOAD_CACHE, OpKind.DOWNLOAD_CACHE, OpKind.WRITE_CACHE}
+    free, dear = (
+        run_of(
+            cases.problem(
+                cases.model(n_layers=1),
+                make(overhead_seconds=FREE | over),
+                num_gpu_batches=n,
+                n_cpu_attention=min(attends, n),
+                overlap=overlap,
+            ),
+            weights,
+            cache,
+            activations,
+        )
+        for over in ({}, {"transfer": 1e-3, "disk": 2e-3})
+    )
+    problem = cases.problem(num_gpu_batches=n)
+    for state, _ in problem.passes:
+        expected: dict[Lane, float] = defaultdict(float)
+        pieces = {1}
+        for run, sign in ((dear, 1), (free, -1)):
+            for op, seconds in run.timed_ops([state], ends=True):
+                if op.kind not in cache_kinds:
+                    expected[op.lane] += sign * seconds
+                if op.kind in (OpKind.READ_WEIGHTS, OpKind.UPLOAD_WEIGHTS):
+                    pieces = {op.n_pieces}
+        before, after = (run.cost.lane_seconds(state, run.flow(state)) for run in (free, dear))
+        for lane in Lane:
+            added = after.get(lane, 0.0) - before.get(lane, 0.0)
+            if pieces == {dear.cost.weight_pieces(state, dear.flow(state))}:
+                assert added == pytest.approx(expected[lane], rel=1e-9, abs=1e-9), (lane, state)
+            assert added <= expected[lane] + 1e-9, (lane, state)
+        certain = kind == "gpu" and overlap and not cache[0] and min(attends, n) < n and state.tail_tokens > 0
+        if certain:
+            assert pieces == {n} == {dear.cost.weight_pieces(state, dear.flow(state))}
+
+
 def test_transfers_count_exact_bytes_for_grouped_queries() -> None:
     """Bytes up per pass: filled pages and tails of 2 * n_kv_heads * head_dim elements, whatever n_heads."""
     for n_kv_heads in (1, 2, 8):

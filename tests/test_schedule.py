@@ -31,31 +31,36 @@ def happens_before(ops: Sequence[Op]) -> list[int]:
 
 
 class Ring:
-    """Fills and uses of one ring, in order; `check` proves that no slot is overwritten or read too early."""
+    """Fills and uses of one ring, in order; `check` proves that no slot is overwritten or read too early.
+
+    part: which share of the content a fill writes or a use reads, None: all of it.
+    """
 
     def __init__(self, name: str, depth: int) -> None:
         self.name, self.depth = name, depth
-        # slot -> list of (content, fills, uses)
-        self.history: dict[int, list[tuple[object, list[int], list[int]]]] = defaultdict(list)
+        # slot -> list of (content, fills, uses), each by operation with its part
+        self.history: dict[int, list[tuple[object, dict[int, object], dict[int, object]]]] = defaultdict(list)
 
-    def fill(self, slot: int, content: object, op: Op) -> None:
+    def fill(self, slot: int, content: object, op: Op, part: object = None) -> None:
         assert 0 <= slot < self.depth, f"{self.name}: slot {slot} of {self.depth}"
         history = self.history[slot]
         if not history or history[-1][0] != content:
-            history.append((content, [], []))
-        history[-1][1].append(op.id)
+            history.append((content, {}, {}))
+        history[-1][1][op.id] = part
 
-    def use(self, slot: int, content: object, op: Op) -> None:
+    def use(self, slot: int, content: object, op: Op, part: object = None) -> None:
         history = self.history[slot]
         assert history and history[-1][0] == content, f"{self.name}: op {op} finds {history[-1:]}"
-        history[-1][2].append(op.id)
+        history[-1][2][op.id] = part
 
     def check(self, before: Sequence[int]) -> None:
         for history in self.history.values():
             for index, (content, fills, uses) in enumerate(history):
                 assert uses, f"{self.name}: {content} was loaded but never used"
-                for use in uses:
-                    assert all(before[use] >> f & 1 for f in fills if f != use), (self.name, content)
+                for use, part in uses.items():
+                    needed = [f for f, p in fills.items() if part is None or p is None or p == part]
+                    assert needed, (self.name, content, part)
+                    assert all(before[use] >> f & 1 for f in needed if f != use), (self.name, content, part)
                 if index:
                     for use in (*history[index - 1][2], *history[index - 1][1]):
                         assert all(before[f] >> use & 1 for f in fills if f != use), (self.name, content)
@@ -77,7 +82,8 @@ def check_schedule(
     hidden, hidden_staging = Ring("hidden", depths.hidden), Ring("hidden_staging", depths.hidden)
     out = Ring("cache_out", depths.cache_out)
     loads: dict[int, int] = defaultdict(int)  # unit -> how many times it was loaded
-    pieces: dict[int, list[int]] = defaultdict(list)
+    read_pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     computed: dict[tuple[int, int, int], int] = {}
     projected: list[int] = []
     finished: list[int] = []
@@ -93,19 +99,17 @@ def check_schedule(
         content: object = step
         if op.kind is OpKind.READ_WEIGHTS:
             assert units[op.unit].home is Tier.DISK
-            pieces[op.unit].append(op.piece)
-            (staging if three else weights).fill(op.slot, (op.unit, loads[op.unit]), op)
-            if op.piece == op.n_pieces - 1:
-                assert pieces.pop(op.unit) == list(range(op.n_pieces))
-                if not three:
-                    loads[op.unit] += 1
+            (staging if three else weights).fill(op.slot, (op.unit, loads[op.unit]), op, op.piece)
+            (read_pieces if three else pieces)[op.unit].append((op.piece, op.n_pieces))
         elif op.kind is OpKind.UPLOAD_WEIGHTS:
             assert three and units[op.unit].home > Tier.GPU
+            assert (op.staging_slot >= 0) == (units[op.unit].home is Tier.DISK)
+            pieces[op.unit].append((op.piece, op.n_pieces))
             if op.staging_slot >= 0:
-                assert units[op.unit].home is Tier.DISK
-                staging.use(op.staging_slot, (op.unit, loads[op.unit]), op)
-            weights.fill(op.slot, (op.unit, loads[op.unit]), op)
-            loads[op.unit] += 1
+                # The same bytes, read before; no other read has to be over.
+                assert read_pieces[op.unit][op.piece] == (op.piece, op.n_pieces)
+                staging.use(op.staging_slot, (op.unit, loads[op.unit]), op, op.piece)
+            weights.fill(op.slot, (op.unit, loads[op.unit]), op, op.piece)
         elif op.kind in (OpKind.READ_CACHE, OpKind.UPLOAD_CACHE):
             assert batch is not None and units[op.unit].has_cache
             stored = last_store.get((op.unit, op.batch))
@@ -185,6 +189,14 @@ def check_schedule(
                 out.fill(op.out_slot, step, op)
                 out.use(op.out_slot, step, op)
             last_store[op.unit, op.batch] = op.id
+        if (
+            op.kind is (OpKind.UPLOAD_WEIGHTS if three else OpKind.READ_WEIGHTS)
+            and op.piece == op.n_pieces - 1
+        ):
+            whole = [(k, op.n_pieces) for k in range(op.n_pieces)]
+            assert pieces.pop(op.unit) == whole
+            assert read_pieces.pop(op.unit, whole) == whole
+            loads[op.unit] += 1
         if op.kind in (OpKind.DOWNLOAD_CACHE, OpKind.WRITE_CACHE):
             out.use(op.out_slot, content, op)
             stores[op.kind, *step] += 1
@@ -199,6 +211,7 @@ def check_schedule(
                     hidden_staging.use(op.hidden_slot, target, op)
             stores[op.kind, *step] += 1
             hidden_store[op.batch] = op.id
+    assert not pieces and not read_pieces, "a unit was not loaded to its end"
     for ring in (weights, staging, cache, cache_staging, hidden, hidden_staging, out):
         ring.check(before)
     for p, batches in enumerate(passes):
@@ -357,6 +370,59 @@ def test_a_unit_is_read_in_pieces_when_the_lane_is_shared() -> None:
     passes = [[BatchPlan(reads_disk=True, hidden_home=Tier.CPU)] * 4] * 2
     ops = check_schedule(units, passes, Tier.CPU, Depths(), True)
     assert any(op.n_pieces == 4 for op in ops if op.kind is OpKind.READ_WEIGHTS)
+
+
+def loads_between(ops: Sequence[Op], kind: OpKind, lane: Lane) -> list[int]:
+    """How many operations of `kind` a lane has in front of each other one, since the one before."""
+    counts, n = [], 0
+    for op in ops:
+        if op.lane is lane and op.kind is kind:
+            n += 1
+        elif op.lane is lane:
+            counts.append(n)
+            n = 0
+    return counts
+
+
+@pytest.mark.parametrize("home", [Tier.CPU, Tier.DISK])
+@pytest.mark.parametrize("n_batches", [2, 4, 7])
+def test_an_upload_of_cache_queues_behind_one_piece_of_weights(home: Tier, n_batches: int) -> None:
+    units = [UnitPlan(home=home, has_cache=True)] * 4
+    passes = [[BatchPlan(reads_cpu=True, stores_cpu=True, hidden_home=Tier.GPU)] * n_batches] * 3
+    ops = check_schedule(units, passes, Tier.GPU, Depths(), True)
+    uploads = [op for op in ops if op.kind is OpKind.UPLOAD_WEIGHTS]
+    assert len(uploads) == 3 * 4 * n_batches and {op.n_pieces for op in uploads} == {n_batches}
+    for p in range(3):
+        of_pass = [op for op in ops if op.pass_index == p]
+        # Before the first computation of all, the first unit comes as a whole.
+        first = next(i for i, op in enumerate(of_pass) if op.kind is OpKind.COMPUTE)
+        ahead = loads_between(of_pass[first:], OpKind.UPLOAD_WEIGHTS, Lane.UPLOAD)
+        assert max(ahead) == 1 and ahead.count(1) >= 2 * n_batches
+
+
+def test_a_staged_piece_goes_up_while_the_next_is_read() -> None:
+    units = [UnitPlan(home=Tier.DISK, has_cache=True)] * 3
+    passes = [[BatchPlan(reads_cpu=True, stores_cpu=True, hidden_home=Tier.GPU)] * 4]
+    ops = check_schedule(units, passes, Tier.GPU, Depths(), True)
+    before = happens_before(ops)
+    moves = {(op.kind, op.unit, op.piece): op.id for op in ops if op.n_pieces > 1}
+    for u in range(3):
+        for k in range(3):
+            up, later = moves[OpKind.UPLOAD_WEIGHTS, u, k], moves[OpKind.READ_WEIGHTS, u, k + 1]
+            assert not before[up] >> later & 1 and not before[later] >> up & 1
+
+
+@pytest.mark.parametrize(
+    ("n_batches", "overlap", "reads"), [(1, True, True), (3, False, True), (3, True, False)]
+)
+def test_a_unit_goes_up_whole_where_nothing_can_queue_behind_it(
+    n_batches: int, overlap: bool, reads: bool
+) -> None:
+    units = [UnitPlan(home=Tier.CPU, has_cache=True), UnitPlan(home=Tier.DISK)] * 2
+    passes = [[BatchPlan(reads_cpu=reads, hidden_home=Tier.GPU)] * n_batches] * 2
+    ops = check_schedule(units, passes, Tier.GPU, Depths(), overlap)
+    loads = [op for op in ops if op.kind in (OpKind.READ_WEIGHTS, OpKind.UPLOAD_WEIGHTS)]
+    assert {op.n_pieces for op in loads} == {1}
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,15 @@ def store_of(
 def bring(store: WeightStore, index: int, slot: int, tokens: int, n_pieces: int = 1) -> Weights:
     """What the lanes do for one unit, then what compute gets."""
     home, first = store.homes[index], store.device.first_tier
-    if home is Tier.DISK:
-        for piece in range(n_pieces):
+    uploaded_bytes = 0
+    for piece in range(n_pieces):
+        if home is Tier.DISK:
             store.read(index, slot, piece, n_pieces)
-    if home > first and first is Tier.GPU:
-        store.upload(index, slot, slot if home is Tier.DISK else -1)
+        # Whatever is not read yet must not be needed.
+        if home > first and first is Tier.GPU:
+            staging = slot if home is Tier.DISK else -1
+            uploaded_bytes += store.upload(index, slot, staging, piece, n_pieces)
+    assert uploaded_bytes == (store.layouts[index].nbytes if home > first and first is Tier.GPU else 0)
     store.forget()
     return store.weights(index, slot if home > first else -1, tokens)
 
@@ -83,6 +87,35 @@ def test_units_are_the_same_from_every_home(
             for spec in unit.tensors:
                 if spec.kind != "rows":
                     torch.testing.assert_close(dense(weights[spec.name]), expected[unit.name][spec.name])
+    store.close()
+
+
+@pytest.mark.parametrize("n_pieces", [1, 2, 3, 7, 100])
+def test_pieces_are_aligned_neighbours_that_make_up_the_unit(n_pieces: int, source: MemorySource) -> None:
+    store, _ = store_of(source, Tier.CPU, gpu=True)
+    for index, layout in enumerate(store.layouts):
+        end = 0
+        for piece in range(n_pieces):
+            begin, stop = store.piece(index, piece, n_pieces)
+            assert begin == end and begin % 4096 == 0 and stop - begin <= layout.nbytes / n_pieces + 4096
+            end = stop
+        assert end == layout.nbytes
+    store.close()
+
+
+@pytest.mark.parametrize("home", [Tier.CPU, Tier.DISK])
+def test_an_upload_touches_its_piece_alone(home: Tier, source: MemorySource) -> None:
+    store, _ = store_of(source, home, gpu=True)
+    index = 1
+    store._ring[0].fill_(0xFF)
+    if home is Tier.DISK:
+        store.read(index, 0, 1, 2)
+    store.upload(index, 0, 0 if home is Tier.DISK else -1, 1, 2)
+    begin, end = store.piece(index, 1, 2)
+    run = store._staging[0] if home is Tier.DISK else store._at_home[index]
+    assert 0 < begin < end
+    assert torch.equal(store._ring[0][begin:end], run[begin:end])
+    assert bool((store._ring[0][:begin] == 0xFF).all()) and bool((store._ring[0][end:] == 0xFF).all())
     store.close()
 
 
