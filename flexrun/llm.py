@@ -171,6 +171,11 @@ class LLM:
                 page_tokens=page_tokens,
             )
             if limits.max_tokens < limit:
+                if not exact:
+                    self.notes.append(
+                        f"sequences, and windows of long texts, end at {limits.max_tokens:,} tokens instead of "
+                        f"{limit:,}: the plan has no memory for longer ones; with more memory it has"
+                    )
                 limit, reason = limits.max_tokens, "tokens that the plan has memory for"
         else:
             chosen, limits = default_policy(

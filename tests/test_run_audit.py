@@ -206,6 +206,28 @@ def test_formats_are_chosen_only_where_asked_and_stay_when_a_job_goes_on(folder,
     assert json.loads((folder / "out.jsonl.manifest.json").read_text())["settings"] == chosen
     _, err = bench(folder, capsys, "--policy", "default", "--weight-format", "auto")
     assert "--weight-format auto: bf16 (the checkpoint's own" in err
+    file = folder / "policy.json"
+    policy = Policy.from_dict({**summary["audit"]["run"]["policy"], "weight_format": "int4-g32"})
+    file.write_text(json.dumps(policy.to_dict()))
+    result, err = bench(folder, capsys, "--policy", str(file), "--weight-format", "auto")
+    assert "--weight-format auto: bf16 (the checkpoint's own" in err
+    assert result["policy"]["weight_format"] == "auto", "what is said is what runs"
+    source = folder / "pairs.jsonl"
+    source.write_text(json.dumps({"context": [1, 2, 3], "continuation": [4, 5]}) + "\n")
+    words = ["score", *model_flags(folder), "-i", str(source), "-o", str(folder / "s.jsonl"), *auto]
+    assert main(words) == 0
+    stated = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: --")]
+    assert stated and all(line.endswith(" total tokens/s)") and ", 0.0 " not in line for line in stated)
+
+
+def test_a_plan_that_shortens_sequences_says_so(folder, profile):
+    work = Workload(prompt_len=20, gen_len=4, num_requests=64)
+    model = {"device": "cpu", "dtype": "float32", "dummy_weights": True, "disk_dir": folder / "disk"}
+    with LLM(str(folder), cpu_mem="2MiB", workload=work, **model) as llm:
+        assert llm.max_model_len < 512
+        assert any(f"end at {llm.max_model_len} tokens instead of 512" in note for note in llm.notes)
+    with LLM(str(folder), cpu_mem="256MiB", workload=work, **model) as llm:
+        assert llm.max_model_len == 512 and not any("instead of" in note for note in llm.notes)
 
 
 # -- refitting -----------------------------------------------------------------------------------------------
@@ -247,6 +269,7 @@ def test_bad_reports_give_one_error_that_names_them(folder, profile, capsys):
     bad = folder / "bad.json"
     other = {**result["audit"]["run"], "machine_id": "f" * 16}
     short = {k: v for k, v in result["audit"]["run"].items() if k != "limits"}
+    typed = {**result["audit"]["run"], "compute_dtype": "f17"}
     for content, message in (
         (None, "cannot read the report"),
         ("{broken", "is not a report"),
@@ -255,6 +278,7 @@ def test_bad_reports_give_one_error_that_names_them(folder, profile, capsys):
         (json.dumps({"audit": {"run": None}}), "no request finished"),
         (json.dumps({"audit": {"run": other}}), "of another machine"),
         (json.dumps({"audit": {"run": short}}), "lacks 'limits'"),
+        (json.dumps({"audit": {"run": typed}}), "compute_dtype must be"),
     ):
         bad.unlink(missing_ok=True)
         if content is not None:

@@ -264,7 +264,7 @@ def choose_formats(
     if earlier:
         for name in asked:
             kept = earlier.get(name, "auto")
-            setattr(args, name, None if kept == "auto" else kept)
+            setattr(args, name, kept)
             print(
                 f"note: --{name.replace('_', '-')} auto: {kept}, as in the earlier results", file=sys.stderr
             )
@@ -275,7 +275,9 @@ def choose_formats(
         found, why = _formats_by_plan(args, workload, config, native)
         chosen |= {name: found[name] for name in asked}
     for name in asked:
-        setattr(args, name, chosen[name])
+        setattr(
+            args, name, chosen[name] or "auto"
+        )  # which is what it says below, whatever a policy's file holds
         shown = chosen[name] or {"weight_format": native, "cache_format": "the compute type"}[name]
         print(f"note: --{name.replace('_', '-')} auto: {shown} ({why})", file=sys.stderr)
 
@@ -340,8 +342,9 @@ def _formats_by_plan(
     )
     if found.best is None:
         return nothing, f"unchanged: {found.infeasible}"
-    best = found.best.policy
+    best, predicted = found.best.policy, found.best.predicted
+    kind = "total" if workload.scoring else "generated"
     return {
         "weight_format": None if best.weight_format == footprint.native_format else best.weight_format,
         "cache_format": None if best.cache_format in ("auto", compute) else best.cache_format,
-    }, f"predicted to be fastest, {found.best.predicted['generated_tokens_per_s']:,.1f} generated tokens/s"
+    }, f"predicted to be fastest, {predicted[f'{kind}_tokens_per_s']:,.1f} {kind} tokens/s"
