@@ -197,7 +197,7 @@ class RunRecord:
             )
         except KeyError as error:
             raise ValueError(f"the run's record lacks {error}") from None
-        except (TypeError, AttributeError, IndexError) as error:
+        except (TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"the run's record is damaged: {error}") from None
 
 

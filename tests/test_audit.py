@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import planner_cases as cases
@@ -143,6 +144,7 @@ def test_few_mean_passes_stand_for_many() -> None:
         ({"workload": {"prompt_len": 3}}, "not a workload"),
         ({"limits": {"max_tokens": 0}}, "damaged"),
         ({"measured": {}}, "lacks 'phases'"),
+        ({"workload": {"prompt_len": 3, "gen_len": 1, "num_requests": math.inf, "lengths": []}}, "damaged"),
         ({"footprint": {"name": "x"}}, "lacks 'kinds'"),
     ],
 )

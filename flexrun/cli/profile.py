@@ -107,7 +107,10 @@ def _refit(args: argparse.Namespace, device: Device) -> int:
     observations = []
     for name in args.refit:
         record = read_report(Path(name), machine_id(device))
-        observations.append(record.observation(hardware, name))
+        try:
+            observations.append(record.observation(hardware, name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     fitted = refit(hardware, observations)
     target = Path(args.output) if args.output else cache_file(device)
     try:
