@@ -351,10 +351,9 @@ class CostModel:
         tails go up with every pair, else 1. The schedule also cuts units where pages or hidden states travel,
         but a count that depends on fractions would not be linear; never more than the schedule's keeps the
         linear program a bound."""
-        attends = self.n_attending_on_cpu(state)
-        if not (self.three and self.overlap) or attends == self.n_batches:
+        if not (self.three and self.overlap) or self.n_attending_on_cpu(state):
             return 1
-        tails_away = not flow.tails_on_gpu or self.n_cpu_attention > attends
+        tails_away = not flow.tails_on_gpu or self.n_cpu_attention > 0
         return self.n_batches if tails_away and state.tail_tokens > 1e-9 else 1
 
     def lane_seconds(self, state: BatchState, flow: Flow) -> dict[Lane, Any]:

@@ -356,7 +356,10 @@ class ZigZag:
             (u, j) for u, j in steps if self.units[u].loads_hidden and self._moves_hidden(batches, j)
         ]
         shared = bool(cache_steps or hidden_steps)
-        n_pieces = n_batches if shared and self.overlap else 1
+        # An upload of what the CPU attended to holds the lane until then: weights must not queue behind it.
+        n_attending = sum(batch.cpu_attention for batch in batches)
+        mixed = self.first_tier is Tier.GPU and 0 < n_attending < n_batches
+        n_pieces = n_batches if shared and self.overlap and not mixed else 1
         streamed_left = len(self._streamed)
         cache_ready: dict[tuple[int, int], Op] = {}
         hidden_ready: dict[tuple[int, int], Op] = {}

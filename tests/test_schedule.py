@@ -400,6 +400,15 @@ def test_an_upload_of_cache_queues_behind_one_piece_of_weights(home: Tier, n_bat
         assert max(ahead) == 1 and ahead.count(1) >= 2 * n_batches
 
 
+def test_weights_go_up_whole_where_some_batches_attend_on_the_cpu() -> None:
+    """An upload of attended tokens holds the lane until the CPU is done: no piece may queue behind it."""
+    units = [UnitPlan(home=Tier.CPU, has_cache=True)] * 3
+    one = BatchPlan(reads_cpu=True, stores_cpu=True, hidden_home=Tier.GPU)
+    other = BatchPlan(stores_cpu=True, cpu_attention=True, hidden_home=Tier.GPU)
+    ops = check_schedule(units, [[one, other, one]] * 2, Tier.GPU, Depths(), True)
+    assert {op.n_pieces for op in ops if op.kind is OpKind.UPLOAD_WEIGHTS} == {1}
+
+
 def test_a_staged_piece_goes_up_while_the_next_is_read() -> None:
     units = [UnitPlan(home=Tier.DISK, has_cache=True)] * 3
     passes = [[BatchPlan(reads_cpu=True, stores_cpu=True, hidden_home=Tier.GPU)] * 4]
