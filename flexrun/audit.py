@@ -94,6 +94,7 @@ class MeteredEngine:
             finished = self._engine.step()
         except NumericsError as error:
             self._scoring -= set(error.request_ids)
+            self._note(before)  # the pass ran, and for the other requests it counts
             raise
         self._note(before)
         for output in finished:

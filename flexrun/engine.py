@@ -300,12 +300,13 @@ class Engine:
         except NumericsError:
             self._finished_early += finished
             raise
-        ended = time.perf_counter()
-        stats = self.stats
-        stats.generated_tokens += len(sampled_steps)
-        stats.prefill_seconds += (ended - began) * prompt_frac
-        stats.decode_seconds += (ended - began) * (1 - prompt_frac)
-        stats.sampling_seconds += ended - sampling_began
+        finally:
+            ended = time.perf_counter()
+            stats = self.stats
+            stats.generated_tokens += len(sampled_steps)
+            stats.prefill_seconds += (ended - began) * prompt_frac
+            stats.decode_seconds += (ended - began) * (1 - prompt_frac)
+            stats.sampling_seconds += ended - sampling_began
         return finished
 
     def _count(self, plan: list[list[Step]]) -> float:

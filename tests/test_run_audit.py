@@ -8,12 +8,13 @@ from dataclasses import replace
 import planner_cases as cases
 import pytest
 
+from flexrun import engine as engine_module
 from flexrun.__main__ import main
 from flexrun.audit import NO_PROFILE, MeteredEngine, audit_run, known_hardware
 from flexrun.llm import LLM
 from flexrun.planning import better_of, plan_run
 from flexrun.report import audit_rows
-from flexrun.request import SamplingParams
+from flexrun.request import NumericsError, SamplingParams
 from offload.device import make_device
 from offload.measure import cache_file
 from offload.memory import TierBudgets
@@ -119,6 +120,32 @@ def test_the_audits_bytes_are_those_of_the_arenas(folder):
     assert phases["prefill"]["busy_seconds"]["disk_read"] > 0 and phases["decode"]["bytes"]["upload"] > 0
     rows = {row[0]: row for row in audit_rows(audit)}
     assert rows["gpu memory, arenas"][3] == "1.000" and rows["all passes"][1] == "-"
+
+
+def test_a_pass_with_unusable_logits_is_measured_like_others(folder, monkeypatch):
+    with LLM(str(folder), device="cpu", dtype="float32", dummy_weights=True, gpu_batch_size=2) as llm:
+        meter = MeteredEngine(llm)
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        meter.add_request("bad", [5, 6, 7], params)
+        meter.add_request("good", [8, 9, 10, 11], params)
+        real = engine_module.sample
+
+        def fails(logits, states, **options):
+            found = real(logits, states, **options)
+            return replace(found, valid=[False, *found.valid[1:]])
+
+        monkeypatch.setattr(engine_module, "sample", fails)
+        with pytest.raises(NumericsError, match="bad"):
+            meter.step()
+        monkeypatch.setattr(engine_module, "sample", real)
+        prefill = meter.times().phases["prefill"]
+        assert prefill.wall_seconds > 0 and prefill.busy_seconds["compute"] > 0
+        while meter.has_unfinished():
+            meter.step()
+        times, stats = meter.times(), llm.engine.stats
+        assert times.phases["prefill"] == prefill, "what it took is not added to the next pass"
+        assert times.wall_seconds == pytest.approx(stats.prefill_seconds + stats.decode_seconds)
+        assert meter.n_passes == stats.passes == 3 and times.phases["decode"].wall_seconds > 0
 
 
 def test_without_a_profile_one_line_says_how_to_get_one(folder, capsys):
