@@ -22,7 +22,9 @@ from policy.workload import LengthCounts, Workload
 if TYPE_CHECKING:
     from flexrun.llm import LLM
 
-NO_PROFILE = "no prediction: this machine has not been measured yet (`flexrun profile`, about a minute)"
+NO_PROFILE = (
+    "no prediction: this machine has not been measured yet (`flexrun profile`, about a minute and a half)"
+)
 
 
 def known_hardware(device: Device) -> Hardware | None:
