@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from policy.workload import Workload
 
 NOT_MEASURED = (
-    "this machine has not been measured, so the built-in placement is used; `flexrun profile` (about a minute and a half, once)"
-    " lets the planner choose"
+    "this machine has not been measured, so the built-in placement is used; `flexrun profile` (about a minute and a"
+    " half, once) lets the planner choose"
 )
 AUTO_PLAIN = ("f32", "bf16", "f16")
 
