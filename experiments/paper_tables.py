@@ -157,6 +157,7 @@ def placed(
         schedule=policy.schedule,
         overlap=policy.overlap,
         unpack_per_batch=paper,
+        whole_units=paper,
     )
     memory = memory_plan(
         footprint,

@@ -112,6 +112,7 @@ class CostModel:
 
     n_cpu_attention: gpu batches whose attention runs on the CPU in passes without whole new prompts.
     unpack_per_batch: packed weights are unpacked again for each gpu batch (as FlexGen does).
+    whole_units: weights are never moved in pieces (as FlexGen does).
     overlap: lanes run at the same time.
     """
 
@@ -129,6 +130,7 @@ class CostModel:
         schedule: str = "refill",
         overlap: bool = True,
         unpack_per_batch: bool = False,
+        whole_units: bool = False,
         depths: Depths | None = None,
     ) -> None:
         self.footprint, self.hardware, self.limits = footprint, hardware, limits
@@ -140,6 +142,7 @@ class CostModel:
         self.overlap = overlap
         self.schedule = schedule
         self.unpack_per_batch = unpack_per_batch
+        self.whole_units = whole_units
         self.depths = depths or Depths()
         self.weight_format = footprint.resolve_format(weight_format)
         self.cache_format = resolve_cache_format(cache_format, hardware.compute_dtype)
@@ -179,6 +182,7 @@ class CostModel:
             schedule=self.schedule,
             overlap=self.overlap,
             unpack_per_batch=self.unpack_per_batch,
+            whole_units=self.whole_units,
             depths=self.depths,
         )
 
@@ -351,7 +355,7 @@ class CostModel:
         tails go up with every pair, else 1. The schedule also cuts units where pages or hidden states travel,
         but a count that depends on fractions would not be linear; never more than the schedule's keeps the
         linear program a bound."""
-        if not (self.three and self.overlap) or self.n_attending_on_cpu(state):
+        if not (self.three and self.overlap) or self.whole_units or self.n_attending_on_cpu(state):
             return 1
         tails_away = not flow.tails_on_gpu or self.n_cpu_attention > 0
         return self.n_batches if tails_away and state.tail_tokens > 1e-9 else 1

@@ -205,6 +205,7 @@ class ZigZag:
     """Generates the operations of successive passes; ids, rings and prefetch run on from pass to pass.
 
     first_tier is the tier the compute device works on: Tier.GPU with three tiers, Tier.CPU with two.
+    whole_units: never move weights in pieces (as FlexGen).
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class ZigZag:
         first_tier: Tier,
         depths: Depths | None = None,
         overlap: bool = True,
+        whole_units: bool = False,
     ) -> None:
         if first_tier is Tier.DISK:
             raise ValueError("the first tier must be gpu or cpu, got disk")
@@ -223,6 +225,7 @@ class ZigZag:
         self.units = tuple(units)
         self.first_tier = first_tier
         self.overlap = overlap
+        self._pieces = overlap and not whole_units
         depths = depths or Depths()
         self._streamed = [i for i, unit in enumerate(self.units) if unit.home > first_tier]
         # More slots than streamed units would only hold the same unit twice.
@@ -359,7 +362,7 @@ class ZigZag:
         # An upload of what the CPU attended to holds the lane until then: weights must not queue behind it.
         n_attending = sum(batch.cpu_attention for batch in batches)
         mixed = self.first_tier is Tier.GPU and 0 < n_attending < n_batches
-        n_pieces = n_batches if shared and self.overlap and not mixed else 1
+        n_pieces = n_batches if shared and self._pieces and not mixed else 1
         streamed_left = len(self._streamed)
         cache_ready: dict[tuple[int, int], Op] = {}
         hidden_ready: dict[tuple[int, int], Op] = {}

@@ -151,7 +151,11 @@ class PlacedRun:
     def timed_ops(self, states: Sequence[BatchState], *, ends: bool) -> Iterator[tuple[Op, float]]:
         """Operations of the passes with their seconds alone. ends: nothing follows the last pass."""
         zigzag = ZigZag(
-            self.units, first_tier=self.cost.first_tier, depths=self.depths, overlap=self.cost.overlap
+            self.units,
+            first_tier=self.cost.first_tier,
+            depths=self.depths,
+            overlap=self.cost.overlap,
+            whole_units=self.cost.whole_units,
         )
         for i, state in enumerate(states):
             flow = self.flow(state)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.schedule import LANE_OF, BatchPlan, Depths, Lane, Op, OpKind, UnitPlan, schedule
+from policy.schedule import LANE_OF, BatchPlan, Depths, Lane, Op, OpKind, UnitPlan, ZigZag, schedule
 from policy.tiers import Tier
 
 STEP_KINDS = {OpKind.COMPUTE, OpKind.FINISH}
@@ -370,6 +370,17 @@ def test_a_unit_is_read_in_pieces_when_the_lane_is_shared() -> None:
     passes = [[BatchPlan(reads_disk=True, hidden_home=Tier.CPU)] * 4] * 2
     ops = check_schedule(units, passes, Tier.CPU, Depths(), True)
     assert any(op.n_pieces == 4 for op in ops if op.kind is OpKind.READ_WEIGHTS)
+
+
+def test_units_move_whole_where_that_is_asked_for() -> None:
+    units = [UnitPlan(home=Tier.DISK, has_cache=True) for _ in range(3)]
+    batches = [BatchPlan(reads_cpu=True) for _ in range(4)]
+    kinds = (OpKind.READ_WEIGHTS, OpKind.UPLOAD_WEIGHTS)
+    for whole in (False, True):
+        zigzag = ZigZag(units, first_tier=Tier.GPU, whole_units=whole)
+        ops = [op for last in (False, True) for op in zigzag.pass_ops(batches, last=last)]
+        pieces = {op.n_pieces for op in ops if op.kind in kinds}
+        assert pieces == ({1} if whole else {4})
 
 
 def loads_between(ops: Sequence[Op], kind: OpKind, lane: Lane) -> list[int]:
