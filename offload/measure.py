@@ -224,7 +224,7 @@ def _cache_rates(device: Device, dtype: torch.dtype) -> tuple[dict[str, float], 
         works["unpack", name] = partial(
             decode_pages, pages, fmt, n_kv_heads=heads, page_tokens=tokens, head_dim=width, dtype=dtype
         )
-    seconds = typical_seconds(works, device)
+    seconds = typical_seconds(works, device, rounds=9)
     unpack = {name: elements / seconds["unpack", name] for name in names}
     pack = {name: elements / seconds["pack", name] for name in names}
     unpack["default"], pack["default"] = min(unpack.values()), min(pack.values())
@@ -245,7 +245,7 @@ def _elementwise(device: Device, dtype: torch.dtype) -> float:
         return x + normed + inner[:, :hidden]
 
     counted = tokens * (hidden + 2 * ffn + ffn + hidden) * dtype.itemsize
-    return counted / typical_seconds({"work": work}, device)["work"]
+    return counted / typical_seconds({"work": work}, device, rounds=15)["work"]
 
 
 # -- disk, and lanes together ----------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
         def round_trip() -> None:
             lanes.submit("upload", lambda: 0).wait()
 
-        seconds = typical_seconds({"transfer": round_trip, "unit": small_unit}, device)
+        seconds = typical_seconds({"transfer": round_trip, "unit": small_unit}, device, rounds=25)
     transfer = seconds["transfer"]
     compute = 2 * seconds["unit"] + transfer
     return {
