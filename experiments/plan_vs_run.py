@@ -55,9 +55,9 @@ class Scenario:
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-SMALL = Workload(prompt_len=96, gen_len=24, num_requests=32)
-LONG = Workload(prompt_len=320, gen_len=16, num_requests=8)
-MHA = Workload(prompt_len=64, gen_len=16, num_requests=24)
+SMALL = Workload(prompt_len=64, gen_len=12, num_requests=32)
+LONG = Workload(prompt_len=320, gen_len=8, num_requests=8)
+MHA = Workload(prompt_len=32, gen_len=8, num_requests=24)
 CPU, GPU, DISK = "0,1,0", "1,0,0", "0,0,1"
 
 SCENARIOS = (
@@ -71,7 +71,7 @@ SCENARIOS = (
             "in memory, 8 x 4": {"weights": CPU, "cache": CPU, "shape": (8, 4)},
             "weights on disk, 32 x 1": {"weights": DISK, "cache": CPU, "shape": (32, 1)},
             "weights on disk, 4 x 2": {"weights": DISK, "cache": CPU, "shape": (4, 2)},
-            "half the weights on disk, 16 x 2, refilled": {
+            "half the weights on disk, 16 x 1, refilled": {
                 "weights": "0,0.5,0.5",
                 "cache": CPU,
                 "shape": (16, 1),

@@ -360,7 +360,7 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
         def round_trip() -> None:
             lanes.submit("upload", lambda: 0).wait()
 
-        seconds = typical_seconds({"transfer": round_trip, "unit": small_unit}, device, rounds=25)
+        seconds = typical_seconds({"transfer": round_trip, "unit": small_unit}, device, rounds=15)
     transfer = seconds["transfer"]
     compute = 2 * seconds["unit"] + transfer
     return {
