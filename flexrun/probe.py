@@ -39,6 +39,7 @@ CONSTANTS = (
     "device_attention.decode",
     "overhead.compute",
     "overhead.attention",
+    "overhead.packed",
     "overhead.pass",
     "overhead.row",
 )
@@ -105,16 +106,13 @@ PROBES = (
     Probe(hidden_size=256, ffn=512, n_layers=16, n_heads=4, n_kv_heads=2, block=(8, 2), prompt_len=32, gen_len=24),
     # Long contexts of one head per KV head: attention.
     Probe(hidden_size=512, ffn=1024, n_layers=6, n_heads=8, n_kv_heads=8, block=(8, 1), prompt_len=448, gen_len=24),
-    # Weights in 4 bits.
+    # Weights in 4 bits, in large and in small matrices.
     Probe(
-        hidden_size=1536,
-        ffn=4096,
-        n_layers=3,
-        n_heads=24,
-        n_kv_heads=24,
-        block=(16, 2),
-        prompt_len=48,
-        gen_len=8,
+        hidden_size=1536, ffn=4096, n_layers=3, n_heads=24, n_kv_heads=24, block=(16, 2), prompt_len=32, gen_len=8,
+        weight_format="int4-g64",
+    ),
+    Probe(
+        hidden_size=512, ffn=1536, n_layers=8, n_heads=8, n_kv_heads=4, block=(16, 1), prompt_len=16, gen_len=24,
         weight_format="int4-g64",
     ),
 )  # fmt: skip

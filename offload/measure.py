@@ -355,12 +355,19 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
         y = torch.nn.functional.silu(y).mul_(y)
         return x + linear(y, weight)
 
+    packed = random_weight((64, 64), parse_format("int4-g64"), device)
+
     with Lanes(device) as lanes:
 
         def round_trip() -> None:
             lanes.submit("upload", lambda: 0).wait()
 
-        seconds = typical_seconds({"transfer": round_trip, "unit": small_unit}, device, rounds=15)
+        works: dict[str, Callable[[], object]] = {
+            "transfer": round_trip,
+            "unit": small_unit,
+            "packed": lambda: linear(x, packed),
+        }
+        seconds = typical_seconds(works, device, rounds=15)
     transfer = seconds["transfer"]
     compute = 2 * seconds["unit"] + transfer
     return {
@@ -369,6 +376,7 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
         "disk": transfer + 1e-4,
         "cpu_attention": transfer + 2 * compute,
         "attention": 2 * compute,
+        "packed": seconds["packed"],
         "pass": 1e-3,
         "row": 2e-5,
     }

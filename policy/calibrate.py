@@ -123,6 +123,7 @@ CONSTANTS: dict[str, Scale] = {
     "cpu_attention.decode": _attention("cpu_attention", "decode"),
     "overhead.compute": _overhead("compute"),
     "overhead.attention": _overhead("attention"),
+    "overhead.packed": _overhead("packed"),
     "overhead.transfer": _overhead("transfer"),
     "overhead.disk": _overhead("disk"),
     "overhead.cpu_attention": _overhead("cpu_attention"),
@@ -215,7 +216,7 @@ def refit(
         return np.array(rows).reshape(len(free), len(here)).T
 
     start = derivatives(names, np.zeros(len(names)))
-    free = [name for name, n in zip(names, np.linalg.norm(start, axis=0), strict=True) if n > PULL / 2]
+    free = [name for name, n in zip(names, np.linalg.norm(start, axis=0), strict=True) if n > pull / 2]
     seen = dict.fromkeys(names, UNSEEN)
     factors = dict.fromkeys(names, 1.0)
     if free:

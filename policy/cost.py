@@ -239,12 +239,17 @@ class CostModel:
         gemm = flops / hw.gemm[hw.compute_dtype].rate(launch) if flops else 0.0
         seconds = gemm
         if self.weight_format != hw.compute_dtype and unit.n_elements:
-            unpack = unit.n_elements / hw.unpack_rate("unpack", self.weight_format)
+            launches = 0.0
+            if self.weight_format not in PLAIN_BYTES:
+                launches = hw.overhead_seconds.get("packed", 0.0) * len(unit.linear_shapes)
+            unpack = unit.n_elements / hw.unpack_rate("unpack", self.weight_format) + launches
             if self.unpack_per_batch:
                 seconds += unpack
             else:
                 fused = hw.gemm.get(self.weight_format)
-                packed = flops / fused.rate(launch) if fused is not None else math.inf
+                packed = math.inf
+                if fused is not None:
+                    packed = flops / fused.rate(launch) + launches * math.ceil(tokens / launch - 1e-9)
                 # The choice is made for the unit, whose scratch serves all gpu batches.
                 if packed * self.n_batches < unpack + gemm * self.n_batches:
                     seconds = packed

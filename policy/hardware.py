@@ -117,8 +117,8 @@ class AttentionRates:
             _positive(name, getattr(self, name))
 
 
-OVERHEADS = ("compute", "transfer", "disk", "cpu_attention", "pass", "row", "attention")
-OPTIONAL_OVERHEADS = ("attention",)
+OVERHEADS = ("compute", "transfer", "disk", "cpu_attention", "pass", "row", "attention", "packed")
+OPTIONAL_OVERHEADS = ("attention", "packed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,9 @@ class Hardware:
     elementwise_bytes_per_s: inputs and outputs of linear layers, in compute dtype, through norms,
         activations and residuals: time of a layer's pass without its GEMMs and attention.
     overhead_seconds: fixed costs: "compute" per chunk of one unit, "attention" per chunk with attention on the
-        device on top of it (0 if not given), "transfer" per copy, "disk" per read or write operation,
-        "cpu_attention" per launch, "pass" per pass, "row" per sampled token.
+        device on top of it, "packed" per product with or unpacking of a packed tensor (these two 0 if not
+        given), "transfer" per copy, "disk" per read or write operation, "cpu_attention" per launch, "pass" per
+        pass, "row" per sampled token.
     sharing: see the module's text. cpu_gemm_flops_per_s: large-batch GEMM rate of the CPU, for the
         comparison with CPU-only inference (0 = unknown). price_per_hour: in any currency, 0 = unknown.
     """

@@ -63,7 +63,7 @@ def test_what_no_report_shows_stays() -> None:
 
 def test_every_constant_changes_the_hardware() -> None:
     hw = cases.machine()
-    hw = hw.replace(overhead_seconds={**hw.overhead_seconds, "attention": 1e-4})
+    hw = hw.replace(overhead_seconds={**hw.overhead_seconds, "attention": 1e-4, "packed": 1e-4})
     for name in CONSTANTS:
         assert apply_factors(hw, {name: 2.0}) != hw, name
         assert apply_factors(hw, {name: 1.0}) == hw, name
@@ -101,3 +101,18 @@ def test_constants_are_shown_as_one_figure() -> None:
         assert moved == pytest.approx(2 * constant_value(hw, name)), name
     with pytest.raises(ValueError, match="unknown constant"):
         constant_value(hw, "luck")
+
+
+def test_the_pull_that_is_given_says_which_constants_the_reports_show() -> None:
+    truth = cases.machine()
+
+    def predict(hw: Hardware) -> dict[str, float]:
+        return {"disk": 0.995e8 / hw.disk_read_bytes_per_s + 0.005e8 / hw.upload_bytes_per_s * 4}
+
+    seen = [Observation(name="x", predict=predict, measured=predict(truth))]
+    names = ["upload_bytes_per_s"]
+    assert refit(truth, seen, constants=names).seen == {names[0]: UNSEEN}
+    assert refit(truth, seen, constants=names, pull=1e-3).seen == {names[0]: KNOWN}
+    assert refit(truth, seen, constants=["disk_read_bytes_per_s"], pull=4.0).factors == pytest.approx(
+        {"disk_read_bytes_per_s": 1.0}
+    )

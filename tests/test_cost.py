@@ -303,3 +303,18 @@ def test_first_tier_decides_what_exists() -> None:
     lanes = run.analytic(problem.passes[1][0])[1]
     assert problem.cost.first_tier is Tier.CPU
     assert Lane.UPLOAD not in lanes and Lane.DOWNLOAD not in lanes and lanes[Lane.DISK_READ] > 0
+
+
+def test_a_packed_tensor_has_a_fixed_cost_per_product_or_unpacking() -> None:
+    free = cases.machine(overhead_seconds=FREE)
+    dear = free.replace(overhead_seconds={**FREE, "packed": 1e-3})
+    state = BatchState(decode_tokens=4, context=65, filled=4, tail_tokens=4, new_tail_tokens=4, rows=4)
+
+    def seconds(hardware: Hardware, weight_format: str) -> float:
+        cost = cases.problem(cases.model(), hardware, weight_format=weight_format).cost
+        return cost.compute_lane_seconds(state)
+
+    tensors = sum(len(u.linear_shapes) for u in cases.model().units)
+    assert seconds(dear, "f16") == seconds(free, "f16")
+    # Unpacked once per unit and pass, whatever the number of gpu batches.
+    assert seconds(dear, "int4-g64") - seconds(free, "int4-g64") == pytest.approx(1e-3 * tensors)
