@@ -15,9 +15,11 @@ import planner_cases as cases
 import pytest
 
 from policy import search as search_module
+from policy.audit import placed_run, series_of
 from policy.hardware import Hardware
 from policy.memory_plan import memory_plan
 from policy.passes import pass_series
+from policy.prediction import make_plan, simulate_whole
 from policy.search import SearchResult, pareto, physical_bound, search
 from policy.simulate import PlacedRun, simulate
 from policy.tiers import Placement, Policy, Tier
@@ -105,6 +107,39 @@ def test_prediction_is_the_full_simulation() -> None:
     series = pass_series(WORK, result.limits, schedule="static", **shape)
     full = simulate(PlacedRun(cost, result.memory), series, full=True)
     assert result.best.predicted["total_seconds"] == pytest.approx(full.total_seconds, rel=0.02)
+
+
+def test_any_placed_run_is_predicted_like_the_best_of_a_search() -> None:
+    """The same policy handed in from outside has the figures that the search gave it, all of them."""
+    machine = cases.machine(price_per_hour=2.0)
+    result = found(hardware=machine, schedules=("refill",), num_gpu_batches=2)
+    assert result.best is not None and result.limits is not None
+    policy = result.best.policy
+    run = placed_run(
+        cases.deep_model(), machine, policy, result.limits, compute_dtype="f16", gpu_mem_bytes=9.0 * cases.MIB
+    )
+    series = series_of(policy, result.limits, WORK)
+    plan, warnings = make_plan(run, series, simulate_whole(run, series), WORK, policy)
+    assert plan.predicted == result.best.predicted and "cost_per_million_tokens" in plan.predicted
+    assert plan.bound == result.best.bound and warnings == result.warnings
+    assert plan.planned_bytes == result.best.planned_bytes and plan.unit_homes == result.best.unit_homes
+    latency = plan.predicted["latency_seconds"]
+    assert any(p.policy == policy and p.latency_seconds == latency for p in result.front)
+
+
+def test_memory_is_set_aside_for_the_longest_sequence_to_be_admitted() -> None:
+    result = found(max_tokens=1000, schedules=BOTH)
+    assert result.best is not None and result.limits is not None and result.memory is not None
+    assert result.limits.max_tokens == 1000 and result.memory.sizes.slots >= 1000 // 16
+    assert result.limits.pass_tokens >= 256, "a piece of a long prompt fits into a pass"
+    for tier in Tier:
+        assert result.memory.tier_bytes(tier) <= cases.machine().capacity(tier)
+    shorter = found(max_tokens=5)
+    assert shorter.limits is not None and shorter.limits.max_tokens == WORK.max_tokens
+    with pytest.raises(ValueError, match="4096 positions"):
+        found(max_tokens=5000)
+    small = found(max_tokens=4096, cpu_mem_bytes=2.0 * cases.MIB, disk_mem_bytes=0.0)
+    assert small.best is None and "one sequence of 4096 tokens" in small.infeasible
 
 
 def test_a_named_policy_competes() -> None:
