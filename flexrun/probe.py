@@ -40,10 +40,13 @@ CONSTANTS = (
     "overhead.compute",
     "overhead.attention",
     "overhead.packed",
+    "overhead.transfer",
+    "overhead.cpu_attention",
+    "cpu_attention.decode",
     "overhead.pass",
     "overhead.row",
 )
-"""What the runs tell about. Disk and copies are measured on their own."""
+"""What the runs tell about. Rates of disk and copies are measured on their own."""
 
 ROUNDS = 2
 PULL = 0.1
@@ -52,7 +55,10 @@ PULL = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One short run: a model's sizes, a block's shape, what there is to do, how and where weights are stored."""
+    """One short run: a model's sizes, a block's shape, what there is to do, how and where weights are stored.
+
+    three_tiers: weights and cache rest in cpu memory, below the device or a gpu tier that is emulated.
+    """
 
     hidden_size: int
     ffn: int
@@ -64,6 +70,8 @@ class Probe:
     gen_len: int
     weight_format: str = "auto"
     on_disk: bool = False
+    three_tiers: bool = False
+    cpu_attention_frac: float = 0.0
 
     def config(self) -> dict[str, Any]:
         return {
@@ -86,13 +94,15 @@ class Probe:
 
     def policy(self, first: str) -> Policy:
         place = Placement(**{f"{first}_frac": 1.0})
+        below = Placement(cpu_frac=1.0) if self.three_tiers else place
         return Policy(
-            weights=Placement(disk_frac=1.0) if self.on_disk else place,
-            cache=place,
+            weights=Placement(disk_frac=1.0) if self.on_disk else below,
+            cache=below,
             activations=place,
             gpu_batch_size=self.block[0],
             num_gpu_batches=self.block[1],
             weight_format=self.weight_format,
+            cpu_attention_frac=self.cpu_attention_frac,
             schedule="static",
         )
 
@@ -114,6 +124,15 @@ PROBES = (
     Probe(
         hidden_size=512, ffn=1536, n_layers=8, n_heads=8, n_kv_heads=4, block=(16, 1), prompt_len=16, gen_len=24,
         weight_format="int4-g64",
+    ),
+    # Copies between tiers, small ones most of all, without and with CPU attention.
+    Probe(
+        hidden_size=512, ffn=1536, n_layers=6, n_heads=8, n_kv_heads=4, block=(8, 4), prompt_len=48, gen_len=16,
+        three_tiers=True,
+    ),
+    Probe(
+        hidden_size=512, ffn=1536, n_layers=6, n_heads=8, n_kv_heads=4, block=(8, 4), prompt_len=48, gen_len=16,
+        three_tiers=True, cpu_attention_frac=0.5,
     ),
 )  # fmt: skip
 
@@ -190,7 +209,8 @@ def _shares(alone: RunRecord, beside: RunRecord) -> list[float]:
 
 def _run(probe: Probe, folder: Path, device: Device) -> RunRecord:
     """Run a probe; folder holds its model and what it keeps on disk."""
-    first = device.first_tier.label
+    emulated = probe.three_tiers and not device.is_accelerator
+    first = "gpu" if emulated else device.first_tier.label
     config = json.dumps(probe.config())
     model = folder / hashlib.sha256(config.encode()).hexdigest()[:8]
     model.mkdir(exist_ok=True)
@@ -200,6 +220,7 @@ def _run(probe: Probe, folder: Path, device: Device) -> RunRecord:
         model,
         device=device.kind,
         dummy_weights=True,
+        gpu_mem="1GiB" if emulated else None,
         policy=probe.policy(first),
         prompt_len=probe.prompt_len,
         gen_len=probe.gen_len,

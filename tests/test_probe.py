@@ -44,12 +44,20 @@ def hardware() -> Hardware:
 
 def test_a_probe_runs_what_it_says(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "PROBES", (TINY, replace(TINY, weight_format="int4-g64")))
+    monkeypatch.setattr(
+        probe,
+        "PROBES",
+        (
+            TINY,
+            replace(TINY, weight_format="int4-g64"),
+            replace(TINY, three_tiers=True, cpu_attention_frac=0.5),
+        ),
+    )
     said: list[str] = []
     found = probe.probe_hardware(hardware(), make_device("cpu"), say=said.append)
     assert said == ["short runs"] and found.hardware.source == hardware().source
     assert set(found.factors) == set(probe.CONSTANTS)
-    assert found.error_after <= found.error_before
+    assert all(1 / 20.1 < factor < 20.1 for factor in found.factors.values())
     untouched = ("disk_read_bytes_per_s", "upload_bytes_per_s", "sharing")  # none of these shares
     assert all(getattr(found.hardware, name) == getattr(hardware(), name) for name in untouched)
 
@@ -99,12 +107,12 @@ def test_what_runs_took_moves_the_constant_behind_it(name, factor, tmp_path, mon
             return as_on_the_true_machine(replace(asked, on_disk=False), folder, device)
         record = run(shortened[probe.PROBES.index(asked)], folder, device)
         # The shapes of the whole probe, with the times of the true machine.
-        policy = asked.policy("cpu")
+        policy = record.policy
         workload = replace(
             record.workload,
             prompt_len=asked.prompt_len,
             gen_len=asked.gen_len,
-            num_requests=policy.block_size,
+            num_requests=asked.block[0] * asked.block[1],
             lengths=(),
         )
         limits = replace(
