@@ -225,6 +225,7 @@ class Runtime:
             tails_tier=plan.tails_tier,
             new_pages=plan.sizes.new_pages,
             new_tail_tokens=min(self.limits.pass_tokens, policy.gpu_batch_size * self.limits.page_tokens),
+            attention_staging_bytes=self.limits.attention_staging_bytes,
             depths=depths,
         )
         hidden = HiddenStore(

@@ -41,7 +41,7 @@ class CacheStore:
 
     cpu_attention: which gpu batches attend on the CPU; their gpu share of pages is in cpu memory.
     new_pages: most pages that one (layer, gpu batch) fills in a pass; new_tail_tokens: most tokens that it adds
-    to tails. spill: file for disk pages, of `spill_bytes`, or None.
+    to tails. spill: file for disk pages, of `spill_bytes`, or None. attention_staging_bytes: as in the plan's limits.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class CacheStore:
         tails_tier: Tier,
         new_pages: int,
         new_tail_tokens: int,
+        attention_staging_bytes: int,
         depths: Depths | None = None,
     ) -> None:
         depths = depths or Depths()
         self.shape = shape
         self.device = device
         self._spill = spill
+        self._attention_staging_bytes = attention_staging_bytes
         self._three = device.first_tier is Tier.GPU
         self._flagged = tuple(cpu_attention)
         self._counts = [shape.counts(flag and self._three) for flag in self._flagged]
@@ -288,6 +290,7 @@ class CacheStore:
             tails=tails,
             outbox=self._outbox(out_slot, self._out, self._out_tails),
             tails_leave=not tails_here,
+            staging_bytes=self._attention_staging_bytes,
         )
 
     def cpu_layer(self, layer: int, j: int, cache_slot: int, out_slot: int) -> LayerCache:
@@ -301,6 +304,7 @@ class CacheStore:
             tails=self._tails[j][layer],
             outbox=self._outbox(out_slot, self._out_staging, []),
             tails_leave=False,
+            staging_bytes=self._attention_staging_bytes,
         )
 
     def _outbox(self, out_slot: int, ring: list[Tensor], tails: list[Tensor]) -> Outbox | None:

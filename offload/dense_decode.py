@@ -15,9 +15,9 @@ from torch import Tensor
 from offload.attention import attend_dense
 from offload.pages import CacheShape
 from offload.units import AttentionParams
-from policy.workload import DEFAULT_ATTENTION_STAGING_BYTES
 from quant.kernel_choice import has_triton
 from quant.kv import decode_pages
+from quant.kv_batch import plain_format
 
 
 class PageMoves(NamedTuple):
@@ -31,18 +31,35 @@ class PageMoves(NamedTuple):
 class DensePiece(NamedTuple):
     """Rows first .. first + n of a chunk's decode rows, n_pages pages of room each.
 
-    moves: one per arena. tail_rows: the rows' tails; tail_numbers: the page that each becomes; tail_inside: bool
-    (n, page_tokens); seq_lens int32 (n,). All tensors are on the device.
+    block_pages: pages that are decoded at a time. moves: one per arena. tail_rows: the rows' tails; tail_numbers:
+    the page that each becomes; tail_outside: bool (n, page_tokens), past a tail's end; seq_lens int32 (n,). All
+    tensors are on the device.
     """
 
     first: int
     n: int
     n_pages: int
+    block_pages: int
     moves: tuple[PageMoves, ...]
     tail_rows: Tensor
     tail_numbers: Tensor
-    tail_inside: Tensor
+    tail_outside: Tensor
     seq_lens: Tensor
+
+
+def decode_block(shape: CacheShape, dtype: torch.dtype, dense_bytes: int, staging_bytes: int) -> int:
+    """How many pages to decode at a time into K and V of dense_bytes, at least one.
+
+    What is on the way takes what K and V leave of the staging, at least an eighth of it, and never more than
+    they do: `policy.memory_plan.work_buffer` charges that.
+    """
+    each = shape.fmt.gather_nbytes(
+        page_tokens=shape.page_tokens,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        plain=plain_format(dtype).name,
+    )
+    return max(1, min(dense_bytes, max(staging_bytes - dense_bytes, staging_bytes // 8)) // each)
 
 
 def plan_dense(
@@ -53,19 +70,19 @@ def plan_dense(
     tail_rows: Tensor,
     *,
     shape: CacheShape,
-    itemsize: int,
+    dtype: torch.dtype,
     device: torch.device,
-    staging_bytes: int = DEFAULT_ATTENTION_STAGING_BYTES,
+    staging_bytes: int,
 ) -> list[DensePiece]:
-    """Cut decode rows into pieces whose K and V of `itemsize` bytes fit the staging.
+    """Cut decode rows into pieces whose K and V of `dtype` fit half of the staging, or of one row.
 
     page_slots, page_arenas (0 or 1; None: all 0): (rows, max pages); seq_lens, tail_lens, tail_rows: (rows,); all
     int32 on the CPU.
     """
     page = shape.page_tokens
     full = torch.div(seq_lens - tail_lens, page, rounding_mode="floor")  # (rows,)
-    # Half of the staging: the pages in their stored form or between formats take as much again.
-    page_bytes = 2 * shape.n_kv_heads * page * shape.head_dim * itemsize
+    page_bytes = 2 * shape.n_kv_heads * page * shape.head_dim * dtype.itemsize
+    # The other half is for pages in their stored form and between formats.
     most_pages = max(1, staging_bytes // (2 * page_bytes))
     pieces: list[DensePiece] = []
     first = 0
@@ -90,10 +107,11 @@ def plan_dense(
                 first=first,
                 n=n,
                 n_pages=room,
+                block_pages=decode_block(shape, dtype, n * room * page_bytes, staging_bytes),
                 moves=tuple(moves),
                 tail_rows=tail_rows[rows].long().to(device),
                 tail_numbers=full[rows].long().to(device),
-                tail_inside=(torch.arange(page) < tail_lens[rows, None]).to(device),
+                tail_outside=(torch.arange(page) >= tail_lens[rows, None]).to(device),
                 seq_lens=seq_lens[rows].to(device),
             )
         )
@@ -119,6 +137,7 @@ def attend_pieces(
         rows = slice(piece.first, piece.first + piece.n)
         key, value = gather_piece(piece, query.dtype, arenas, tails, shape)
         out[rows] = attend_dense(query[rows], key, value, piece.seq_lens, params)
+        del key, value  # before the next piece's are made
     return out
 
 
@@ -149,20 +168,29 @@ def gather_piece(
                 v_out=value,
             )
             continue
-        k, v = decode_pages(
-            arena[move.slots, : shape.page_bytes],
-            shape.fmt,
-            n_kv_heads=shape.n_kv_heads,
-            page_tokens=page,
-            head_dim=shape.head_dim,
-            dtype=dtype,
+        for first in range(0, move.slots.numel(), piece.block_pages):
+            slots, rows, numbers = (t[first : first + piece.block_pages] for t in move)
+            k, v = decode_pages(
+                arena[slots, : shape.page_bytes],
+                shape.fmt,
+                n_kv_heads=shape.n_kv_heads,
+                page_tokens=page,
+                head_dim=shape.head_dim,
+                dtype=dtype,
+            )
+            key_pages[rows, :, numbers] = k
+            value_pages[rows, :, numbers] = v
+            del k, v
+    for first in range(0, piece.n, piece.block_pages):
+        tail_rows, outside, numbers = (
+            t[first : first + piece.block_pages]
+            for t in (piece.tail_rows, piece.tail_outside, piece.tail_numbers)
         )
-        key_pages[move.rows, :, move.numbers] = k
-        value_pages[move.rows, :, move.numbers] = v
-    # What lies behind a tail's end is left over from others; even masked, a NaN there would spread.
-    tail = tails[piece.tail_rows].to(dtype)  # (n, 2, n_kv_heads, page_tokens, head_dim)
-    tail = tail.masked_fill(~piece.tail_inside[:, None, None, :, None], 0.0)
-    each = torch.arange(piece.n, device=device)
-    key_pages[each, :, piece.tail_numbers] = tail[:, 0]
-    value_pages[each, :, piece.tail_numbers] = tail[:, 1]
+        rows = torch.arange(first, first + len(numbers), device=device)
+        tail = tails[tail_rows].to(dtype)  # (rows, 2, n_kv_heads, page_tokens, head_dim), a copy
+        # What lies behind a tail's end is left over from others; even masked, a NaN there would spread.
+        tail.masked_fill_(outside[:, None, None, :, None], 0.0)
+        key_pages[rows, :, numbers] = tail[:, 0]
+        value_pages[rows, :, numbers] = tail[:, 1]
+        del tail
     return key, value

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from offload.attention import attend_segments
-from offload.dense_decode import attend_pieces
+from offload.dense_decode import attend_pieces, decode_block
 from offload.kv_chunk import ChunkAttention, plan_chunk
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
 from offload.units import AttentionParams
+from policy.workload import DEFAULT_ATTENTION_STAGING_BYTES
 from quant.kv import decode_pages, encode_pages
 from quant.kv_batch import PagedBatch
 
@@ -78,7 +79,7 @@ class LayerCache:
     resident: uint8 (n_resident, stride): slots 0 .. n_resident. staged: the slots after them, or None.
     tails: (gpu_batch_size, 2, n_kv_heads, page_tokens, head_dim), or None where nothing reads them and new
     tokens only leave (tails_leave) through the outbox. Pages that fill in this pass and have another home are
-    read back from the outbox.
+    read back from the outbox. staging_bytes: the plan's Limits.attention_staging_bytes.
     """
 
     shape: CacheShape
@@ -87,6 +88,7 @@ class LayerCache:
     tails: Tensor | None
     outbox: Outbox | None = None
     tails_leave: bool = False
+    staging_bytes: int = DEFAULT_ATTENTION_STAGING_BYTES
 
     @property
     def n_resident(self) -> int:
@@ -172,10 +174,10 @@ class LayerCache:
             if params.window:  # the first query sees window - 1 positions before it; whole pages are read
                 first = max(0, past - params.window + 1) // self.shape.page_tokens
                 pages = pages[first:]
-            past_k, past_v = self._gather(pages, query.dtype, query.device)
-            k = torch.cat([past_k, key[here]]).unsqueeze(0)
-            v = torch.cat([past_v, value[here]]).unsqueeze(0)
-            out[here] = attend_segments(query[here].unsqueeze(0), k, v, params)[0]
+            k, v = self._gather(pages, query.dtype, query.device, more_tokens=segment.n)
+            k[-segment.n :], v[-segment.n :] = key[here], value[here]
+            out[here] = attend_segments(query[here].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), params)[0]
+            del k, v  # before the next segment's are made
 
     def decode(self, chunk: ChunkAttention, query: Tensor, params: AttentionParams) -> Tensor:
         """Attend the chunk's one-token rows: query (decode rows, n_heads, head_dim) -> same."""
@@ -189,8 +191,9 @@ class LayerCache:
         pieces = chunk.dense_plan(
             self.shape,
             n_resident=None if self.staged is None else self.n_resident,
-            itemsize=query.dtype.itemsize,
+            dtype=query.dtype,
             device=query.device,
+            staging_bytes=self.staging_bytes,
         )
         return attend_pieces(pieces, query, arenas, self.tails, self.shape, params)
 
@@ -225,11 +228,23 @@ class LayerCache:
 
     # -- gathering -------------------------------------------------------------------------------------
 
-    def _gather(self, slots: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Stored keys and values of these pages in order: two (tokens, n_kv_heads, head_dim)."""
-        k, v = self._decoded(slots, dtype, device)
-        # (n_pages, n_kv_heads, page_tokens, head_dim) -> (tokens, n_kv_heads, head_dim)
-        return k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)
+    def _gather(
+        self, slots: Tensor, dtype: torch.dtype, device: torch.device, *, more_tokens: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Stored keys and values of these pages in order, and room for more: two (tokens, n_kv_heads, head_dim)."""
+        page, n_stored = self.shape.page_tokens, len(slots) * self.shape.page_tokens
+        size = (n_stored + more_tokens, self.shape.n_kv_heads, self.shape.head_dim)
+        k, v = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        # Raw pages from several places are held twice for a moment.
+        step = max(1, decode_block(self.shape, dtype, k.nbytes + v.nbytes, self.staging_bytes) // 2)
+        for first in range(0, len(slots), step):
+            block = slots[first : first + step]
+            tokens = slice(first * page, (first + len(block)) * page)
+            for out, pages in zip((k, v), self._decoded(block, dtype, device), strict=True):
+                # (tokens, n_kv_heads, head_dim) as (n_pages, n_kv_heads, page_tokens, head_dim)
+                out[tokens].unflatten(0, (-1, page)).transpose(1, 2).copy_(pages)
+                del pages
+        return k, v
 
     def _decoded(self, slots: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Keys and values of pages: two (n_pages, n_kv_heads, page_tokens, head_dim)."""
@@ -248,7 +263,6 @@ class LayerCache:
         if bool((slots < self.n_resident).all()):
             return self.resident[slots.to(device), :width]
         fresh = {slot: row for row, slot in enumerate(self.outbox.slots)} if self.outbox is not None else {}
-        out = torch.empty((len(slots), width), dtype=torch.uint8, device=device)
         places: dict[str, list[tuple[int, int]]] = {"resident": [], "staged": [], "fresh": []}
         for i, slot in enumerate(slots.tolist()):
             if slot < self.n_resident:
@@ -262,12 +276,19 @@ class LayerCache:
             "staged": self.staged,
             "fresh": self.outbox.pages if self.outbox is not None else None,
         }
+        out: Tensor | None = None
         for name, pairs in places.items():
             store = stores[name]
+            if len(pairs) == len(slots):
+                assert store is not None, f"{name} pages are not here"
+                return store[torch.tensor([row for _, row in pairs], device=device), :width]
             if pairs:
                 assert store is not None, f"{name} pages are not here"
+                if out is None:
+                    out = torch.empty((len(slots), width), dtype=torch.uint8, device=device)
                 where = torch.tensor(pairs, device=device)
                 out[where[:, 0]] = store[where[:, 1], :width]
+        assert out is not None, "no page to read"
         return out
 
 

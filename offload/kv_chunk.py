@@ -108,10 +108,16 @@ class ChunkAttention:
         return self._memo[key]
 
     def dense_plan(
-        self, shape: CacheShape, *, n_resident: int | None, itemsize: int, device: torch.device
+        self,
+        shape: CacheShape,
+        *,
+        n_resident: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        staging_bytes: int,
     ) -> list[DensePiece]:
         """How an accelerator gathers the decode rows' pages. n_resident: slots of the first of two arenas."""
-        key = ("dense", n_resident, itemsize, device)
+        key = ("dense", n_resident, dtype, device, staging_bytes)
         if key not in self._memo:
             table, arenas = (self.page_table, None) if n_resident is None else self.tables(n_resident)
             self._memo[key] = plan_dense(
@@ -121,8 +127,9 @@ class ChunkAttention:
                 self.tail_lens,
                 self.decode_rows,
                 shape=shape,
-                itemsize=itemsize,
+                dtype=dtype,
                 device=device,
+                staging_bytes=staging_bytes,
             )
         return self._memo[key]
 

@@ -60,7 +60,8 @@ class WorkBuffer:
         (norm output, residual) and one in fp32 (norms): chunk * (A * b + hidden * (2 * b + 4)); or a slab of logits,
         rows * (hidden + slice) * (b + 8), if that is larger.
     rotary: queries and keys in fp32: chunk * (n_heads + n_kv_heads) * head_dim * 4.
-    attention_staging: K and V of as many sequences as the limit allows, at least one, in compute dtype.
+    attention_staging: K and V of as many sequences as half of the limit allows, at least one, in compute dtype, and
+        pages on their way into them in the rest; next to a longer sequence an eighth of the limit, or one page.
     attention_scores: explicit scores of a tile of queries, at least one query of all heads, in fp32.
     """
 
@@ -169,7 +170,11 @@ def _activation_elements(footprint: ModelFootprint) -> tuple[float, int, int, in
 
 
 def work_buffer(
-    footprint: ModelFootprint, limits: Limits, gpu_batch_size: int, compute_dtype: str
+    footprint: ModelFootprint,
+    limits: Limits,
+    gpu_batch_size: int,
+    compute_dtype: str,
+    cache_format: str = "auto",
 ) -> WorkBuffer:
     """Scratch for one chunk of tokens of one unit (see WorkBuffer for the formula of each part)."""
     active, rotary, _, kv_elements = _activation_elements(footprint)
@@ -177,9 +182,25 @@ def work_buffer(
     chunk = limits.chunk_tokens
     hidden = footprint.hidden_size
     n_heads = max((u.kv.n_heads for u in footprint.units if u.kv is not None), default=0)
-    one_sequence = limits.max_tokens * kv_elements * element
+    one_sequence = align_up(limits.max_tokens, limits.page_tokens) * kv_elements * element
     one_query = n_heads * limits.max_tokens * 4
     cap = limits.attention_staging_bytes
+    fmt = parse_cache_format(resolve_cache_format(cache_format, compute_dtype))
+    one_page = max(
+        (
+            fmt.gather_nbytes(
+                page_tokens=limits.page_tokens,
+                n_kv_heads=kv.n_kv_heads,
+                head_dim=kv.head_dim,
+                plain=compute_dtype,
+            )
+            for kv in {u.kv for u in footprint.units if u.kv is not None}
+        ),
+        default=0,
+    )
+    # What `offload.dense_decode` holds: see plan_dense and decode_block there.
+    dense = min(gpu_batch_size * one_sequence, cap // 2)
+    long_sequence = one_sequence + max(one_page, min(one_sequence, cap // 8))
     # Rows of one slice of the vocabulary at once, in compute type, in fp32 and as exponentials.
     rows = min(ROW_CHUNK, limits.logit_rows or gpu_batch_size)
     slices = (u.activation_elements_per_token for u in footprint.units if u.rows_only)
@@ -187,7 +208,7 @@ def work_buffer(
     return WorkBuffer(
         activations_bytes=max(slab, math.ceil(chunk * active) * element + chunk * hidden * (2 * element + 4)),
         rotary_bytes=chunk * rotary * 4,
-        attention_staging_bytes=max(one_sequence, min(gpu_batch_size * one_sequence, cap)),
+        attention_staging_bytes=max(long_sequence, dense + max(dense, one_page)),
         attention_scores_bytes=max(one_query, min(chunk * one_query, cap)),
     )
 
@@ -250,7 +271,7 @@ def block_sizes(
         hidden_bytes=align_up(limits.pass_tokens * footprint.hidden_size * element, DISK_ALIGN_BYTES),
         attend_bytes=align_up(attend, DISK_ALIGN_BYTES),
         logits_bytes=align_up(logits, DISK_ALIGN_BYTES),
-        work=work_buffer(footprint, limits, gpu_batch_size, compute_dtype),
+        work=work_buffer(footprint, limits, gpu_batch_size, compute_dtype, cache_name),
     )
 
 

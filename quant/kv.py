@@ -150,10 +150,11 @@ def decode_pages(
     k = _decode_codes(parts["k_codes"], fmt, head_dim)
     k.mul_((parts["k_scale"].float() * units[:, 0]).unsqueeze(2))
     k.add_((parts["k_min"].float() * units[:, 0]).unsqueeze(2))
+    k = k.to(dtype)  # before V is rebuilt: CacheFormat.gather_nbytes counts one side in fp32
     v = _decode_codes(parts["v_codes"], fmt, head_dim)
     v.mul_((parts["v_scale"].float() * units[:, 1]).unsqueeze(3))
     v.add_((parts["v_min"].float() * units[:, 1]).unsqueeze(3))
-    return k.to(dtype), v.to(dtype)
+    return k, v.to(dtype)
 
 
 def _decode_codes(codes: Tensor, fmt: CacheFormat, head_dim: int) -> Tensor:

@@ -96,6 +96,20 @@ class CacheFormat:
         """Exact bytes of one page (one layer, one sequence), a multiple of PAGE_ALIGN_BYTES."""
         return _align(_page_parts(self, page_tokens, n_kv_heads, head_dim)[-1].end_bytes, PAGE_ALIGN_BYTES)
 
+    def gather_nbytes(self, *, page_tokens: int, n_kv_heads: int, head_dim: int, plain: str) -> int:
+        """Most bytes held for one page while `quant.kv.decode_pages` rebuilds a copy of it in the plain format.
+
+        The copy and what it is rebuilt to are included: for a packed format K in its final type, V's codes
+        apart and joined, and V in fp32.
+        """
+        page = self.page_nbytes(page_tokens=page_tokens, n_kv_heads=n_kv_heads, head_dim=head_dim)
+        side = n_kv_heads * page_tokens * head_dim  # elements of K or V
+        item = _PLAIN[plain][0] // 8
+        if not self.is_packed:
+            return page + (0 if self.name == plain else 2 * side * item)
+        codes = n_kv_heads * page_tokens * self.row_nbytes(head_dim) * self.codes_per_byte
+        return page + side * item + 2 * codes + 4 * side
+
 
 CACHE_FORMAT_NAMES = (*_PLAIN, *_PACKED)
 

@@ -53,6 +53,7 @@ def open_store(
         tails_tier=tails_tier,
         new_pages=6,
         new_tail_tokens=32,
+        attention_staging_bytes=1 << 20,
     )
     return store, spill
 

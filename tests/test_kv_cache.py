@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
+import planner_cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import attend_one
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offload.dense_decode import attend_pieces, plan_dense
 from offload.kv import LayerCache, Outbox
 from offload.kv_chunk import plan_chunk
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
 from offload.units import AttentionParams
+from policy.memory_plan import work_buffer
+from policy.workload import Limits
 from quant.kv_formats import parse_cache_format
 
 N_HEADS, N_KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 16
@@ -194,7 +201,7 @@ def test_an_accelerator_gathers_the_same_in_pieces(fmt: str, n_resident: int) ->
             chunk.tail_lens,
             chunk.decode_rows,
             shape=shape,
-            itemsize=4,
+            dtype=torch.float32,
             device=query.device,
             staging_bytes=room,
         )
@@ -202,6 +209,94 @@ def test_an_accelerator_gathers_the_same_in_pieces(fmt: str, n_resident: int) ->
         stored = (layer.resident, layer.elsewhere)
         found = attend_pieces(plan, query, stored, layer.tails, shape, params)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that the storages made while it is on held together between operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def know(self, *tensors: torch.Tensor | None) -> None:
+        """These do not count."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                self._seen[storage._cdata] = (StorageWeakRef(storage), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        self._seen = {key: found for key, found in self._seen.items() if not found[0].expired()}
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype not in (torch.int64, torch.bool):
+                storage = leaf.untyped_storage()
+                # Indices, masks and scales of a few bytes a page are not what staging is planned for.
+                if storage._cdata not in self._seen and storage.nbytes() >= 512:
+                    self._seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(n for _, n in self._seen.values()))
+        return made
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("lengths", [[600] * 6, [600], [3, 600, 40, 1, 2, 7], [15] * 6])
+@pytest.mark.parametrize(("dtype", "compute"), [(torch.float32, "f32"), (torch.bfloat16, "bf16")])
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "int8", "int4"])
+def test_gathering_stays_within_the_staging_that_is_planned(
+    fmt: str,
+    dtype: torch.dtype,
+    compute: str,
+    lengths: list[int],
+    segments: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode rows and later segments of prompts without compiled kernels, by the bytes that are alive at a time."""
+    shape = shape_of(300, rows=6, fmt=fmt)
+    tail_dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(fmt, dtype)
+    shape = dataclasses.replace(shape, tail_dtype=tail_dtype)
+    allocator = PageAllocator(shape)
+    places = [place for n in lengths if (place := allocator.admit(0, n + 1)) is not None]
+    assert len(places) == len(lengths)
+    n_first = SEGMENT_TOKENS if segments else 1
+    if segments:
+        lengths = [SEGMENT_TOKENS] * len(lengths)
+    for place, n in zip(places, lengths, strict=True):
+        for _ in range(n // PAGE):
+            allocator.take_page(place)
+        place.length = n
+    resident = torch.zeros((300, shape.page_bytes), dtype=torch.uint8)
+    tails = torch.zeros((6, *shape.tail_shape), dtype=tail_dtype)
+    pieces = [(place, min(n_first, 40)) for place in places]
+    chunk = plan_chunk(allocator, pieces, [not segments] * len(places))
+    n_tokens = chunk.n_tokens
+    query = torch.zeros((n_tokens, N_HEADS, HEAD_DIM), dtype=dtype)
+    key = torch.zeros((n_tokens, N_KV_HEADS, HEAD_DIM), dtype=dtype)
+    monkeypatch.setattr("offload.dense_decode.attend_dense", lambda query, *rest: query)
+    monkeypatch.setattr("offload.kv.attend_segments", lambda query, *rest: query)
+    model = planner_cases.model(
+        n_layers=1, hidden_size=N_HEADS * HEAD_DIM, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS
+    )
+    for staging_bytes in (1, 100_000, 200_000, 1 << 20):
+        limits = Limits(
+            max_tokens=max(place.length for place in places),
+            pass_tokens=300,
+            page_tokens=PAGE,
+            attention_staging_bytes=staging_bytes,
+        )
+        planned = work_buffer(model, limits, 6, compute, fmt).attention_staging_bytes
+        view = LayerCache(
+            shape=shape, resident=resident, staged=None, tails=tails, staging_bytes=staging_bytes
+        )
+        live, out = LiveBytes(), torch.empty_like(query)
+        live.know(resident, tails, query, key, out)
+        view._decode_on_device(chunk, query, VARIANTS[0])  # the plan, once for all layers
+        with live:
+            if segments:
+                view.attend_stored(chunk, query, key, key, VARIANTS[0], out)
+            else:
+                view._decode_on_device(chunk, query, VARIANTS[0])
+        assert 0 < live.peak <= planned + query.nbytes
 
 
 def test_tail_tokens_that_leave_are_all_in_the_outbox() -> None:
