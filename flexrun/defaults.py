@@ -18,6 +18,10 @@ from policy.workload import Limits
 MEAN_TOKENS = 1024
 """Tokens per sequence that the page pool is sized for when lengths are unknown; longer ones take more pages."""
 
+MAX_MODEL_LEN = 32_768
+"""Longest sequence that is admitted where nobody asks for more and the known work has none: every gpu batch sets
+memory aside for one, which models of 128k positions would spend their whole machine on."""
+
 CHUNK_TOKENS = (1024, 512, 256)
 """Tokens computed at once: fewer need less memory to work in and cost little, so they are tried before less of
 anything else is kept in memory."""
@@ -48,8 +52,12 @@ def default_limits(
     page_tokens: int = 64,
     chunk_tokens: int = 1024,
     pass_tokens: int | None = None,
+    admit_tokens: int = 0,
 ) -> Limits:
-    """Limits of a block: exact where lengths are known, else for MEAN_TOKENS on average."""
+    """Limits of a block: exact where lengths are known, else for MEAN_TOKENS on average.
+
+    admit_tokens: longest sequence to have memory for, where known lengths are an estimate.
+    """
     if prompt_len is not None and gen_len is not None:
         longest = min(max_model_len, prompt_len + gen_len)
         mean_pages = float(longest // page_tokens)
@@ -63,7 +71,7 @@ def default_limits(
         pass_tokens = min(whole, cap)
     pass_tokens = max(pass_tokens, gpu_batch_size, 256)
     return Limits(
-        max_tokens=longest,
+        max_tokens=max(longest, admit_tokens),
         pass_tokens=pass_tokens,
         chunk_tokens=max(256, min(chunk_tokens, pass_tokens)),
         page_tokens=page_tokens,
@@ -85,6 +93,7 @@ def default_policy(
     num_requests: int | None = None,
     page_tokens: int = 64,
     pass_tokens: int | None = None,
+    admit_tokens: int = 0,
 ) -> tuple[Policy, Limits]:
     """The largest block and the fastest homes that fit. ValueError with the least that would do if none fits."""
     sizes = [64, 48, 32, 24, 16, 12, 8, 4, 2, 1]
@@ -104,6 +113,7 @@ def default_policy(
                 page_tokens=page_tokens,
                 chunk_tokens=chunk_tokens,
                 pass_tokens=pass_tokens,
+                admit_tokens=admit_tokens,
             )
             for chunk_tokens in CHUNK_TOKENS
         ]

@@ -17,7 +17,7 @@ from flexrun.chat import ChatTemplate, encode_chat
 from flexrun.checkpoint.open_model import OpenedModel, Source, open_model
 from flexrun.checkpoint.packed import PackedSource
 from flexrun.checkpoint.packing import cached_pack
-from flexrun.defaults import Wish, default_policy
+from flexrun.defaults import MAX_MODEL_LEN, Wish, default_policy
 from flexrun.engine import Engine
 from flexrun.request import RequestError, RequestOutput, SamplingParams
 from flexrun.runtime import DTYPE_NAMES, Runtime, layout_footprint
@@ -57,7 +57,8 @@ class LLM:
             gpu_batch_size, ...) fix parts of it. `search` then holds what the planner found, None without it.
         workload: what there is to do, for the planner; prompt_len, gen_len and num_requests are its short form.
         gpu_mem, cpu_mem, disk_mem: budgets ("12GiB", "80%", bytes). disk_dir: folder for spill files.
-        max_model_len: most tokens of a sequence, at most the model's positions.
+        max_model_len: most tokens of a sequence, at most the model's positions; by default those, up to 32,768 or the
+            longest that the workload knows of.
         prompt_len, gen_len, num_requests: what is known of the work; sizes the block.
     Raises ValueError (CheckpointError, MemoryBudgetError and others derive from it or OSError) with the remedy.
     """
@@ -115,6 +116,15 @@ class LLM:
             if max_model_len > limit:
                 raise ValueError(f"max_model_len {max_model_len} is beyond the model's {limit} positions")
             limit, reason = max_model_len, "tokens set by --max-model-len"
+        else:
+            known = workload.max_tokens if workload is not None else (prompt_len or 0) + (gen_len or 0)
+            wanted = max(MAX_MODEL_LEN, known)
+            if wanted < limit:
+                self.notes.append(
+                    f"sequences, and windows of long texts, end at {wanted:,} of the model's {limit:,} positions; "
+                    "--max-model-len admits longer ones"
+                )
+                limit, reason = wanted, "tokens that are admitted unless --max-model-len says more"
         footprint = layout_footprint(opened.model, opened.source, opened.name)
         wish = Wish(
             weights=weights,
@@ -174,9 +184,9 @@ class LLM:
                 if not exact:
                     self.notes.append(
                         f"sequences, and windows of long texts, end at {limits.max_tokens:,} tokens instead of "
-                        f"{limit:,}: the plan has no memory for longer ones; with more memory it has"
+                        f"{limit:,}: there is no memory for one that is longer; with more there is"
                     )
-                limit, reason = limits.max_tokens, "tokens that the plan has memory for"
+                limit, reason = limits.max_tokens, "tokens that there is memory for"
         else:
             chosen, limits = default_policy(
                 footprint,

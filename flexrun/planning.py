@@ -6,18 +6,18 @@ at least as fast.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from flexrun.defaults import Wish, default_policy
 from offload.memory import TierBudgets
 from policy.audit import for_run, placed_run, series_of
+from policy.candidates import LONG_PROMPT_PASS_TOKENS
 from policy.footprint import ModelFootprint
 from policy.hardware import Hardware
 from policy.memory_plan import memory_plan, resolve_cache_format
-from policy.search import SearchResult, bytes_moved, physical_bound, search
-from policy.simulate import simulate
+from policy.prediction import make_plan, simulate_whole
+from policy.search import SearchResult, search
 from policy.tiers import Plan, Policy, ScheduleName, Tier
 from policy.workload import Limits, Workload
 
@@ -44,15 +44,17 @@ def plan_run(
     """Search for the best policy of a run, and the limits it is planned for.
 
     footprint: as the weights are laid out, in one format. schedule: None takes the faster one. max_model_len:
-    longest sequence to be admitted, where the workload is only an estimate. The built-in choice is taken where
-    it is predicted to be faster, or where it alone fits. Raises ValueError if nothing fits, with what would do.
+    longest sequence to be admitted, where the workload is only an estimate; limits.max_tokens is less only where
+    no block has memory for one of that length. The built-in choice is taken where it is predicted to be faster,
+    or where it alone fits. Raises ValueError if nothing fits, with what would do.
     """
     gpu_bytes = float(budgets.gpu_bytes) if first_tier is Tier.GPU else 0.0
     machine = for_run(hardware, compute_dtype, gpu_bytes)
-    found = search(
+    found, longest = search_admitting(
         footprint,
         machine,
         workload,
+        max_model_len=max_model_len,
         gpu_mem_bytes=gpu_bytes,
         cpu_mem_bytes=float(budgets.cpu_bytes),
         disk_mem_bytes=float(budgets.disk_bytes),
@@ -70,31 +72,73 @@ def plan_run(
         overlap=overlap,
         schedule=schedule or "refill",
     )
-    built_in = _built_in(
-        footprint,
-        machine,
-        workload,
-        wish,
-        budgets=budgets,
-        first_tier=first_tier,
-        compute_dtype=compute_dtype,
-        page_tokens=page_tokens,
-    )
+    built_in = None
+    for tokens in dict.fromkeys((max(workload.max_tokens, max_model_len or 0), longest)):
+        built_in = _built_in(
+            footprint,
+            machine,
+            workload,
+            wish,
+            budgets=budgets,
+            first_tier=first_tier,
+            compute_dtype=compute_dtype,
+            page_tokens=page_tokens,
+            admit_tokens=tokens,
+        )
+        if built_in is not None:
+            if tokens > longest:
+                # It has memory for sequences that no plan of the search has.
+                found = replace(found, best=None, limits=None)
+            break
     found, limits = better_of(found, built_in)
     if found.best is None or limits is None:
         raise ValueError(found.infeasible)
-    policy = found.best.policy
-    if max_model_len is not None and max_model_len > limits.max_tokens:
-        limits = _lengthened(footprint, policy, limits, max_model_len, budgets, first_tier, compute_dtype)
-        memory = memory_plan(footprint, policy, limits, first_tier=first_tier, compute_dtype=compute_dtype)
-        predicted = {
-            **found.best.predicted,
-            "limits": dataclasses.asdict(limits),
-            "memory": memory.by_purpose(),
-        }
-        best = replace(found.best, planned_bytes=memory.planned_bytes, predicted=predicted)
-        found = replace(found, best=best, limits=limits, memory=memory)
-    return policy, limits, found
+    return found.best.policy, limits, found
+
+
+def search_admitting(
+    footprint: ModelFootprint,
+    hardware: Hardware,
+    workload: Workload,
+    *,
+    max_model_len: int | None,
+    gpu_batch_size: int | None = None,
+    num_gpu_batches: int | None = None,
+    **options: Any,
+) -> tuple[SearchResult, int]:
+    """`search` with memory for a sequence of max_model_len tokens, and the longest that the result admits.
+
+    Memory is set aside before anything is placed, so that the limit does not depend on the plan. Where even the
+    smallest block (or the one asked for), working on few tokens at once, has none for such a sequence, the longest
+    that it has memory for counts. options: of `search`.
+    """
+
+    def attempt(tokens: int, **more: Any) -> SearchResult:
+        return search(footprint, hardware, workload, max_tokens=tokens, **options, **more)
+
+    shape = {"gpu_batch_size": gpu_batch_size, "num_gpu_batches": num_gpu_batches}
+    least = workload.max_tokens
+    longest = max(least, max_model_len or least)
+    found = attempt(longest, **shape)
+    if found.best is not None or longest == least:
+        return found, longest
+    tight = {**shape, "chunk_tokens": LONG_PROMPT_PASS_TOKENS}
+    found = attempt(longest, **tight)
+    if found.best is not None:
+        return found, longest
+    smallest = {name: n or 1 for name, n in tight.items()}
+    low, high = least - 1, longest  # the longest known to fit, the shortest known not to
+    while high - low > 1:
+        # The workload's own length is tried first: where that does not fit, nothing does.
+        middle = least if low < least else (low + high) // 2
+        if attempt(middle, **smallest).best is None:
+            if middle == least:
+                break
+            high = middle
+        else:
+            low = middle
+    longest = max(low, least)
+    return attempt(longest, **(shape if longest == least else tight)), longest
 
 
 def better_of(
@@ -119,8 +163,9 @@ def better_of(
     return (
         replace(
             found,
-            best=replace(plan, notes=(reason,)),
+            best=replace(plan, notes=(reason, *plan.notes)),
             reasons=(reason,),
+            warnings=plan.notes,
             binding_resource=plan.binding_resource,
             helps=(),
             limits=limits,
@@ -141,8 +186,10 @@ def _built_in(
     first_tier: Tier,
     compute_dtype: str,
     page_tokens: int,
+    admit_tokens: int,
 ) -> tuple[Plan, Limits] | None:
-    """The built-in choice for this workload, with its prediction; None if it does not fit."""
+    """The built-in choice for this workload, with its prediction and, as notes, warnings; None if it does not
+    fit. admit_tokens: longest sequence to have memory for."""
     try:
         policy, limits = default_policy(
             footprint,
@@ -150,11 +197,12 @@ def _built_in(
             budgets=budgets,
             first_tier=first_tier,
             compute_dtype=compute_dtype,
-            max_model_len=footprint.max_positions,
+            max_model_len=admit_tokens,
             prompt_len=workload.max_prompt_len,
             gen_len=max(1, workload.max_gen_len),
             num_requests=workload.num_requests,
             page_tokens=page_tokens,
+            admit_tokens=admit_tokens,
         )
     except ValueError:
         return None
@@ -174,65 +222,5 @@ def _built_in(
         memory=memory,
     )
     series = series_of(policy, limits, workload)
-    simulation = simulate(run, series)
-    seconds = max(simulation.total_seconds, 1e-12)
-    n_batches = policy.num_gpu_batches
-    tokens = sum(state.tokens for state in series.states) * n_batches
-    rows = sum(state.rows for state in series.states) * n_batches
-    flops = footprint.flops_per_token() * tokens + footprint.flops_per_row() * rows
-    one_series = rows if series.steady is not None else series.generated_tokens / series.blocks
-    predicted: dict[str, Any] = {
-        "generated_tokens_per_s": series.generated_tokens / seconds,
-        "total_tokens_per_s": series.total_tokens / seconds,
-        "prefill_seconds": simulation.prefill_seconds,
-        "decode_seconds": simulation.decode_seconds,
-        "total_seconds": seconds,
-        "latency_seconds": _latency(simulation.pass_seconds, policy, workload),
-        "lanes": simulation.lanes,
-        "bytes_per_token": {
-            lane: n / max(one_series or tokens, 1e-12) for lane, n in bytes_moved(run, series.states).items()
-        },
-        "mfu": flops
-        / max(sum(simulation.pass_seconds), 1e-12)
-        / max(curve.peak for curve in hardware.gemm.values()),
-        "limits": dataclasses.asdict(limits),
-        "memory": memory.by_purpose(),
-    }
-    binding = max(simulation.lanes, key=lambda lane: simulation.lanes[lane], default="compute")
-    plan = Plan(
-        policy=policy,
-        unit_homes=memory.unit_homes,
-        page_counts=memory.page_counts,
-        planned_bytes=memory.planned_bytes,
-        predicted=predicted,
-        bound={"generated_tokens_per_s": physical_bound(footprint, hardware, workload, policy.weight_format)},
-        binding_resource=binding,
-    )
-    return plan, limits
-
-
-def _latency(pass_seconds: tuple[float, ...], policy: Policy, workload: Workload) -> float:
-    """Seconds of one request: its block (static), or its prompt's pass and one for each further token."""
-    if policy.schedule == "static" or workload.scoring:
-        return sum(pass_seconds)
-    return sum(pass_seconds) / max(len(pass_seconds), 1) * max(1, workload.gen_len)
-
-
-def _lengthened(
-    footprint: ModelFootprint,
-    policy: Policy,
-    limits: Limits,
-    max_model_len: int,
-    budgets: TierBudgets,
-    first_tier: Tier,
-    compute_dtype: str,
-) -> Limits:
-    """Admit sequences as long as the budgets allow beyond the planned ones, up to max_model_len."""
-    longest = max_model_len
-    while longest > limits.max_tokens:
-        wider = replace(limits, max_tokens=longest)
-        plan = memory_plan(footprint, policy, wider, first_tier=first_tier, compute_dtype=compute_dtype)
-        if all(plan.tier_bytes(tier) <= budgets.of(tier) for tier in Tier):
-            return wider
-        longest = (longest + limits.max_tokens) // 2
-    return limits
+    plan, warnings = make_plan(run, series, simulate_whole(run, series), workload, policy)
+    return replace(plan, notes=warnings), limits

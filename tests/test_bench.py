@@ -6,11 +6,14 @@ import pytest
 
 from flexrun.__main__ import main
 from flexrun.defaults import Wish, default_policy
+from flexrun.llm import LLM
 from flexrun.model.config import config_from_hf
 from flexrun.model.footprint import model_footprint
+from flexrun.request import SamplingParams
 from offload.memory import TierBudgets
 from policy.memory_plan import memory_plan
 from policy.tiers import Placement, Tier
+from policy.workload import Workload
 
 TINY = {
     "model_type": "llama",
@@ -182,3 +185,17 @@ def test_a_budget_too_small_for_anything_names_the_least_that_would_do():
             compute_dtype="f32",
             max_model_len=512,
         )
+
+
+def test_no_run_sets_a_model_of_128k_positions_aside_unasked(folder, monkeypatch):
+    """The longest sequence is a matter of what is asked for and known, not of memory."""
+    monkeypatch.setattr("flexrun.llm.MAX_MODEL_LEN", 200)
+    given = {"device": "cpu", "dummy_weights": True, "cpu_mem": "256MiB", "gpu_batch_size": 2}
+    with LLM(str(folder), **given) as llm:
+        assert llm.max_model_len == 200 and any("200 of the model's 512" in note for note in llm.notes)
+        with pytest.raises(ValueError, match="unless --max-model-len says more"):
+            llm.generate([[5] * 200], SamplingParams(max_tokens=8))
+    with LLM(str(folder), max_model_len=512, **given) as llm:
+        assert llm.max_model_len == 512 and not any("positions" in note for note in llm.notes)
+    with LLM(str(folder), workload=Workload(prompt_len=300, gen_len=20), policy="default", **given) as llm:
+        assert llm.max_model_len == 320

@@ -11,7 +11,6 @@ from eval_helpers import TEXTS, make_tiny_model
 from jobs_fake import read_results
 
 from flexrun.cli import main
-from flexrun.cli.score import estimated_workload
 from flexrun.llm import LLM
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--cpu-mem", "512MiB"]
@@ -166,17 +165,33 @@ def test_a_killed_job_goes_on_without_recomputing(score, folder):
     assert score.target.read_bytes().startswith(kept)
 
 
-def test_the_planner_is_told_about_how_much_there_is(tmp_path):
-    source = tmp_path / "in.jsonl"
-    source.write_text(
-        "".join(json.dumps({"context": "x" * 200, "continuation": "y" * 40}) + "\n" for _ in range(900))
-    )
-    workload = estimated_workload(str(source), None)
-    assert workload.gen_len == 0 and workload.scoring and workload.prompt_len == 60
-    assert workload.num_requests == pytest.approx(900, rel=0.05)
-    assert estimated_workload(str(source), 10).num_requests == 10
-    source.write_text('{"context": [1, 2, 3], "continuation": [4]}\n{broken\n')
-    assert estimated_workload(str(source), None).prompt_len >= 2
-    source.write_text('{"context": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    assert estimated_workload(str(source), None).num_requests == 1
-    assert estimated_workload("-", None) is None
+def test_a_resumed_job_needs_the_same_windows_whatever_flag_they_come_from(score, monkeypatch, capsys):
+    lines = [{"id": "a", "text": "one"}, {"id": "b", "text": "two"}]
+    assert score(lines, "--limit", "1", "--max-model-len", "64")[0] == 0
+    manifest = json.loads(score.target.with_name("out.jsonl.manifest.json").read_text())
+    assert manifest["settings"]["max_model_len"] == 64
+    assert score(lines, "--limit", "1")[0] == 0, "64 is what the model has by itself"
+    before = score.target.read_bytes()
+    monkeypatch.setattr(LLM, "max_model_len", property(lambda llm: 48))  # memory for no more
+    assert score(lines)[0] == 2
+    assert "max_model_len was 64, now 48" in capsys.readouterr().err
+    assert score.target.read_bytes() == before
+
+
+def test_answers_without_a_limit_need_the_same_longest_sequence(score, folder, monkeypatch, capsys):
+    def batch(*lines):
+        score.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        status = main(["batch", "-m", str(folder), "-i", str(score.source), "-o", str(score.target), *FLAGS])
+        return status, json.loads(score.target.with_name("out.jsonl.manifest.json").read_text())["settings"]
+
+    closed = {"id": "a", "prompt": "one", "max_tokens": 2}
+    opened = {"id": "b", "messages": [{"role": "user", "content": "two"}]}
+    assert "max_model_len" not in batch(closed)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "max_model_len", property(lambda llm: 48))
+        assert batch(closed)[0] == 0, "no result depends on it"
+        status, settings = batch(closed, opened)
+        assert status == 0 and settings["max_model_len"] == 48
+    capsys.readouterr()
+    assert batch(closed, opened)[0] == 2
+    assert "max_model_len was 48, now 64" in capsys.readouterr().err

@@ -9,6 +9,8 @@ from jobs_fake import FakeTokenizer, encode_chat
 
 from flexrun.jobs.generation import GenerationJob
 from flexrun.jobs.sample import OPEN_ANSWER_TOKENS, RoughEncoder, sample_input
+from flexrun.jobs.scoring import ScoreJob
+from flexrun.scoring import Scorer
 
 
 def job() -> GenerationJob:
@@ -91,3 +93,34 @@ def test_without_a_tokenizer_bytes_are_counted(tmp_path) -> None:
     kind = GenerationJob(model_name="m", tokenizer=rough, encode_chat=rough.encode_chat)
     lines = [{"prompt": "x" * 400}, {"messages": [{"role": "user", "content": "y" * 200}], "max_tokens": 3}]
     assert sample_input(write(tmp_path, lines), kind).workload.lengths == ((54, 3, 1), (100, 16, 1))
+
+
+def test_of_a_long_file_only_the_lines_that_will_run_are_sampled(tmp_path, monkeypatch) -> None:
+    lines = [{"prompt": "s" * 9, "max_tokens": 8}] * 3000 + [{"prompt": "l" * 1999, "max_tokens": 8}] * 3000
+    path = write(tmp_path, lines)
+    found = sample_input(path, job(), limit=2000)
+    assert found.workload.num_requests == pytest.approx(2000, rel=0.02)
+    assert found.workload.max_prompt_len == 10
+    found = sample_input(path, job(), limit=4000)
+    assert found.workload.num_requests == pytest.approx(4000, rel=0.02)
+    assert found.workload.prompt_len == pytest.approx(1 + (3000 * 9 + 1000 * 1999) / 4000, rel=0.1)
+    assert sample_input(path, job(), limit=9000).workload.num_requests == pytest.approx(6000, rel=0.05)
+    monkeypatch.setattr("flexrun.jobs.sample.COUNTED_BYTES", 1)  # one piece of the file is read all the same
+    assert sample_input(path, job(), limit=2000).workload.max_prompt_len == 10
+
+
+def test_texts_to_score_are_sampled_in_windows(tmp_path) -> None:
+    tokenizer = FakeTokenizer()
+    tokenizer.bos_token_id, tokenizer.eos_token_ids = 1, ()  # type: ignore[attr-defined]
+    scorer = Scorer(tokenizer, max_len=64)
+    kind = ScoreJob(scorer, model_name="m", tokenizer=FakeTokenizer())
+    lines = [
+        {"context": "x" * 20, "continuation": "y" * 10},
+        {"text": "z" * 150},
+        {"text": "z" * 30},
+        {"context": "only"},
+        b"{broken",
+    ]
+    found = sample_input(write(tmp_path, lines), kind, max_tokens=64)
+    assert found.workload.scoring and found.workload.num_requests == 5
+    assert found.workload.max_prompt_len == 64 and min(found.workload.lengths)[0] == 30

@@ -257,6 +257,29 @@ def test_a_plan_that_shortens_sequences_says_so(folder, profile):
         assert llm.max_model_len == 512 and not any("instead of" in note for note in llm.notes)
 
 
+def test_scores_and_admission_do_not_depend_on_the_memory_that_is_planned_with(folder, profile):
+    """Blocks fill the memory; a sequence as long as the model allows, unknown to the plan, runs all the same."""
+    work = Workload(prompt_len=20, gen_len=0, num_requests=5000)
+    model = {"device": "cpu", "dtype": "float32", "dummy_weights": True, "disk_dir": folder / "disk"}
+    scores = []
+    for memory in ("12MiB", "256MiB"):
+        with LLM(str(folder), cpu_mem=memory, workload=work, **model) as llm:
+            assert llm.search.best is not None and llm.max_model_len == llm.scorer.max_len == 512
+            scores.append(llm.score_text([[3 + i % 90 for i in range(700)]])[0].logprob)
+            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+            answer = llm.generate([list(range(3, 303)) + [5] * 207], params)[0].outputs[0]
+            assert len(answer.token_ids) == 5, "512 tokens in all"
+    assert scores[0] == pytest.approx(scores[1], abs=1e-2)
+
+
+def test_a_plan_never_admits_more_than_was_asked_for(folder, profile):
+    work = Workload(prompt_len=99, gen_len=0, num_requests=3)
+    model = {"device": "cpu", "dtype": "float32", "dummy_weights": True, "disk_dir": folder / "disk"}
+    for memory in ("4MiB", "256MiB"):
+        with LLM(str(folder), cpu_mem=memory, workload=work, max_model_len=99, **model) as llm:
+            assert llm.max_model_len == 99
+
+
 # -- refitting -----------------------------------------------------------------------------------------------
 
 
@@ -371,6 +394,49 @@ def test_a_plan_is_never_predicted_slower_than_the_built_in_choice(gen_len, monk
     ours, theirs = found.best.predicted, built_in[0].predicted
     assert ours["total_tokens_per_s"] >= 0.99 * theirs["total_tokens_per_s"] > 0
     assert found.best.planned_bytes["cpu"] <= 12 << 20 and limits.max_tokens >= 100 + gen_len
+
+
+@pytest.mark.parametrize("gen_len", [0, 12])
+def test_the_longest_sequence_does_not_depend_on_the_plan(gen_len):
+    """It is what was asked for wherever one such sequence fits, else as long as one can be, token for token."""
+    longest = {}
+    for mib in (6, 24, 48, 96):
+        policy, limits, found = plan_run(
+            cases.model(),
+            cases.cpu_machine(),
+            Workload(prompt_len=30, gen_len=gen_len),
+            budgets=TierBudgets(cpu_bytes=mib << 20, disk_bytes=400 << 20),
+            first_tier=Tier.CPU,
+            compute_dtype="f16",
+            page_tokens=16,
+            max_model_len=1000,
+        )
+        assert found.best.policy == policy and found.limits == limits
+        assert found.best.planned_bytes["cpu"] <= mib << 20
+        longest[mib] = limits.max_tokens
+    assert longest[24] == longest[48] == longest[96] == 1000 > longest[6] > 30 + gen_len
+
+
+def test_the_built_in_choice_is_predicted_in_full(monkeypatch):
+    from flexrun import planning
+
+    nothing = SearchResult(best=None, front=(), reasons=(), binding_resource="", search_seconds=0.0)
+    options = {
+        "budgets": TierBudgets(cpu_bytes=96 << 20, disk_bytes=400 << 20),
+        "first_tier": Tier.CPU,
+        "compute_dtype": "f16",
+        "page_tokens": 16,
+    }
+    work = Workload(prompt_len=30, gen_len=12, num_requests=40)
+    machine = cases.cpu_machine(price_per_hour=2.0)
+    _, _, ours = plan_run(cases.model(), machine, work, **options)
+    monkeypatch.setattr(planning, "search", lambda *a, **k: nothing)
+    policy, limits, theirs = plan_run(cases.model(), machine, work, max_model_len=1000, **options)
+    assert theirs.best.predicted.keys() == ours.best.predicted.keys()
+    speed = theirs.best.predicted["generated_tokens_per_s"]
+    assert theirs.best.predicted["cost_per_million_tokens"] == pytest.approx(2.0 / 3600 / speed * 1e6)
+    assert theirs.warnings == ("everything fits memory: this plan does not offload",)
+    assert "the search found no plan" in theirs.best.notes[0] and limits.max_tokens == 1000
 
 
 def test_plan_takes_lengths_from_a_batch_file(folder, tmp_path, capsys):

@@ -18,8 +18,8 @@ from flexrun.cli.flags import whole_number
 from flexrun.cli.interrupts import StopRequest
 from flexrun.cli.session import requested_settings, resolve, resolved_dtype
 from flexrun.jobs.ids import IdTable
-from flexrun.jobs.kinds import JobKind
-from flexrun.jobs.manifest import check_settings, write_manifest
+from flexrun.jobs.kinds import JobKind, OpenAnswers
+from flexrun.jobs.manifest import check_settings, earlier_settings, write_manifest
 from flexrun.jobs.output import JobOutput, RecordSink, StreamSink
 from flexrun.jobs.runner import MAX_WAITING, JobProgress, JobRunner, JobSummary
 from flexrun.report import ProgressDisplay, print_audit, print_table, summary_rows
@@ -33,6 +33,10 @@ Started again with the same command it does only what is left. A bad line gets a
 with its line number; the others go on. OUTPUT.manifest.json remembers the settings that results
 depend on, and results of other settings are never mixed in; budgets and placement may change.
 Requests are recognised by their id, lines without one by their line number."""
+
+
+LENGTH = "max_model_len"
+"""Setting: the longest sequence that the run admits, where results depend on it."""
 
 
 def add_job_flags(parser: argparse.ArgumentParser, *, what: str = "requests") -> None:
@@ -63,13 +67,15 @@ def run_job_command(
     load: Callable[..., LLM],
     prepare: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
     scoring: bool = False,
+    windows: bool = False,
 ) -> JobSummary:
     """Check everything that can be checked, load the model, run the job.
 
     name: the job's kind, for the manifest; settings: what results depend on besides the model's flags.
     prepare: looks at the input before anything else, may settle flags, and returns what `load` is told besides
         (its "workload" is what the plan is made for). scoring: progress counts the prompts' tokens, since none are
-        generated.
+        generated. windows: results depend on the longest sequence that the run admits, as those of answers without
+        a limit do in any job.
     """
     _check_usage(args)
     with contextlib.ExitStack() as stack:
@@ -78,16 +84,39 @@ def run_job_command(
         output, sink = _open_output(args, stack)
         more = prepare(args) if prepare is not None else {}
         settings = {**requested_settings(args, model), **settings}
-        if output is not None and not args.overwrite:
+        resumed = output is not None and not args.overwrite
+        earlier = earlier_settings(output.path) if output is not None and resumed else {}
+        if output is not None and resumed:
             check_settings(output, name, settings)
         settings["dtype"] = resolved_dtype(args)
-        if output is not None and not args.overwrite:
-            check_settings(output, name, settings)
+        counts = LENGTH not in settings and (windows or LENGTH in earlier)
+        asked = args.max_model_len
+        if output is not None and resumed:
+            # Known before the model is loaded: sequences never get longer than what was asked for.
+            too_short = counts and asked is not None and earlier.get(LENGTH) and asked < earlier[LENGTH]
+            check_settings(output, name, {**settings, LENGTH: asked} if too_short else settings)
         llm = load(args, **more)
         stack.callback(llm.close)
+        if counts:
+            settings[LENGTH] = llm.max_model_len
+            if output is not None and resumed:
+                check_settings(output, name, settings)
         ids = _begin(output, name, settings, args) if output is not None else IdTable()
         kind, planned = make_kind(llm), more.get("workload")
+        if output is not None and LENGTH not in settings:
+            kind = _noting_length(kind, llm, output, name, settings)
         return _run(llm, kind, args, stream, sink, ids, size_bytes, scoring=scoring, planned=planned)
+
+
+def _noting_length(
+    kind: JobKind[Any], llm: LLM, output: JobOutput, name: str, settings: Mapping[str, Any]
+) -> JobKind[Any]:
+    """The kind, such that the manifest gets the longest sequence before the first answer that depends on it."""
+
+    def note() -> None:
+        write_manifest(output, name, {**settings, LENGTH: llm.max_model_len})
+
+    return OpenAnswers(kind, note)
 
 
 def finish_job(

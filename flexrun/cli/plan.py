@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"flexrun plan: {found.infeasible}", file=sys.stderr)
         return EXIT_REFUSED
-    if args.weight_format is None and not _is_plain(found.best.policy.weight_format):
+    chosen = found.best.policy.weight_format
+    if args.weight_format in (None, "auto") and chosen == footprint.native_format and not _is_plain(chosen):
         # A packed checkpoint stays as it is: a format's name would ask for its conversion.
         policy = replace(found.best.policy, weight_format="auto")
         found = replace(found, best=replace(found.best, policy=policy))
@@ -217,23 +218,35 @@ def find_footprint(model: str, weight_format: str | None) -> ModelFootprint:
     from quant.formats import parse_format
 
     found = resolve_model(model)
-    if found.kind != "preset" and weight_format is None:
-        # As it is stored, tensor by tensor: packed folders and GGUF files of several formats too.
-        from flexrun.checkpoint.open_model import open_model
-        from flexrun.runtime import layout_footprint
-
-        opened = open_model(model)
-        return layout_footprint(opened.model, opened.source, opened.name)
     if found.kind == "preset":
         config = config_from_hf(found.preset_config())
-    elif found.path is not None and found.kind != "packed":
-        config = config_from_checkpoint(open_checkpoint(found.path))
     else:
-        raise UsageError(f"{model} is packed already; plan for the model that it was packed from")
+        # As it is stored, tensor by tensor: packed folders and GGUF files of several formats too.
+        stored = _stored_footprint(model)
+        native = stored.native_format
+        if weight_format in (None, native):
+            return stored
+        if not _is_plain(native) and weight_format == "auto":
+            print(f"note: the checkpoint is packed already ({native}) and stays as it is", file=sys.stderr)
+            return stored
+        if found.path is None or found.kind == "packed":
+            raise UsageError(
+                f"{model} is packed already, as {native}; leave --weight-format out, or plan for the model that it"
+                " was packed from"
+            )
+        config = config_from_checkpoint(open_checkpoint(found.path))
     formats = [f for f in FORMATS_CONSIDERED if _holds(f)]
     if weight_format not in (None, "auto"):
         formats.append(parse_format(str(weight_format)).name)
     return model_footprint(config, name=model, weight_formats=tuple(formats))
+
+
+def _stored_footprint(model: str) -> ModelFootprint:
+    from flexrun.checkpoint.open_model import open_model
+    from flexrun.runtime import layout_footprint
+
+    opened = open_model(model)
+    return layout_footprint(opened.model, opened.source, opened.name)
 
 
 def _holds(name: str) -> bool:

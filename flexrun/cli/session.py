@@ -179,12 +179,13 @@ def prepare_job(args: argparse.Namespace, make_kind: Callable[[Texts], JobKind[A
     auto = "auto" in (args.weight_format, args.cache_format)
     source = Path(args.input)
     readable = args.input != "-" and source.is_file() and args.limit != 0
-    if not (wants_plan(args) and readable and measured(args)) and not auto:
+    planned = readable and wants_plan(args) and measured(args)
+    if not planned and not auto:
         return {}
     texts = open_texts(args)
     more: dict[str, Any] = {}
     workload = None
-    if wants_plan(args) and readable and measured(args):
+    if planned:
         from flexrun.jobs.sample import sample_input
 
         found = sample_input(
@@ -200,7 +201,14 @@ def prepare_job(args: argparse.Namespace, make_kind: Callable[[Texts], JobKind[A
             more = {"workload": workload, "tokenizer": texts.tokenizer}
     if auto:
         earlier = {} if args.overwrite else earlier_settings(Path(args.output))
-        choose_formats(args, workload, config=texts.config, native=texts.native_format, earlier=earlier)
+        choose_formats(
+            args,
+            workload,
+            config=texts.config,
+            native=texts.native_format,
+            max_model_len=texts.max_positions,
+            earlier=earlier,
+        )
     return more
 
 
@@ -251,12 +259,14 @@ def choose_formats(
     *,
     config: ModelConfig,
     native: str,
+    max_model_len: int | None = None,
     earlier: Mapping[str, Any] | None = None,
 ) -> None:
     """Settle `--weight-format auto` and `--cache-format auto` in args, and state the choice.
 
-    native: the format of the checkpoint's linear tensors; one that is packed already stays. earlier: settings of
-    results to go on from, whose formats are kept. Without a profile or known work nothing is quantised.
+    native: the format of the checkpoint's linear tensors; one that is packed already stays. max_model_len: longest
+    sequence to have memory for, where the workload is an estimate. earlier: settings of results to go on from, whose
+    formats are kept. Without a profile or known work nothing is quantised.
     """
     asked = [name for name in ("weight_format", "cache_format") if getattr(args, name) == "auto"]
     if not asked:
@@ -272,7 +282,7 @@ def choose_formats(
     chosen: dict[str, str | None] = dict.fromkeys(asked)
     why = "the checkpoint's own, since only the planner chooses another"
     if workload is not None and wants_plan(args):
-        found, why = _formats_by_plan(args, workload, config, native)
+        found, why = _formats_by_plan(args, workload, config, native, max_model_len)
         chosen |= {name: found[name] for name in asked}
     for name in asked:
         setattr(
@@ -283,18 +293,23 @@ def choose_formats(
 
 
 def _formats_by_plan(
-    args: argparse.Namespace, workload: Workload, config: ModelConfig, native: str
+    args: argparse.Namespace,
+    workload: Workload,
+    config: ModelConfig,
+    native: str,
+    max_model_len: int | None,
 ) -> tuple[dict[str, str | None], str]:
     """The formats of the best plan (None: as they are), and why."""
     from flexrun.audit import known_hardware
     from flexrun.llm import default_disk_dir
     from flexrun.model.footprint import model_footprint, native_format
+    from flexrun.planning import search_admitting
     from flexrun.runtime import DTYPE_NAMES
     from offload.budgets import choose_budgets
     from offload.device import make_device
     from offload.host import host_memory, parse_bytes
     from policy.audit import for_run
-    from policy.search import AUTO_WEIGHT_FORMATS, search
+    from policy.search import AUTO_WEIGHT_FORMATS
     from policy.tiers import Tier
     from quant.formats import parse_format
 
@@ -326,10 +341,11 @@ def _formats_by_plan(
         return nothing, f"unchanged: {error}"
     compute = DTYPE_NAMES[device.compute_dtype(args.dtype)]
     gpu_bytes = float(budgets.gpu_bytes) if device.first_tier is Tier.GPU else 0.0
-    found = search(
+    found, _ = search_admitting(
         footprint,
         for_run(hardware, compute, gpu_bytes),
         workload,
+        max_model_len=max_model_len,
         gpu_mem_bytes=gpu_bytes,
         cpu_mem_bytes=float(budgets.cpu_bytes),
         disk_mem_bytes=float(budgets.disk_bytes),

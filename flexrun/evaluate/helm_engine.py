@@ -92,12 +92,13 @@ def deployment_name(model: str) -> str:
 def deployment_files(flags: Sequence[str]) -> dict[str, dict[str, Any]]:
     """HELM's model_deployments and tokenizer_configs for a model, by file name. Reads headers only."""
     from flexrun.checkpoint.open_model import open_model
+    from flexrun.defaults import MAX_MODEL_LEN
 
     args = parse_flags(flags)
     opened = open_model(args.model, dummy_weights=args.dummy_weights)
     tokenizer = tokenizer_for(args.model)
     name = deployment_name(args.model)
-    max_len = min(opened.model.max_positions, args.max_model_len or opened.model.max_positions)
+    max_len = min(opened.model.max_positions, args.max_model_len or MAX_MODEL_LEN)
     eos = tokenizer.eos_token_ids or opened.config.eos_token_ids
     bos = tokenizer.bos_token_id
     return {

@@ -7,9 +7,9 @@ resuming, duplicate ids and whole output lines come with the runner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from flexrun.jobs.lines import LineIdentity
 from flexrun.request import RequestOutput, SamplingParams
@@ -89,3 +89,34 @@ class JobKind(Protocol[R]):
     def body(self, request: R, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """The result's body, from one finished output per prompt, in the order of `prompts`."""
         ...
+
+
+class OpenAnswers(Generic[R]):
+    """A job kind that tells of the first answer without a limit of its own, before it can run.
+
+    Such an answer may go on to the longest sequence that the run admits, so that its result depends on that.
+    """
+
+    def __init__(self, kind: JobKind[R], on_first: Callable[[], None]) -> None:
+        self._kind = kind
+        self._on_first: Callable[[], None] | None = on_first
+
+    @property
+    def name(self) -> str:
+        return self._kind.name
+
+    def parse(self, fields: dict[str, Any], identity: LineIdentity) -> R:
+        """See `JobKind`."""
+        return self._kind.parse(fields, identity)
+
+    def prompts(self, request: R) -> Sequence[EnginePrompt]:
+        """See `JobKind`."""
+        found = self._kind.prompts(request)
+        if self._on_first and any(p.score_from is None and p.params.max_tokens is None for p in found):
+            tell, self._on_first = self._on_first, None
+            tell()
+        return found
+
+    def body(self, request: R, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """See `JobKind`."""
+        return self._kind.body(request, results)

@@ -19,6 +19,8 @@ from policy.workload import LengthCounts, Workload
 SAMPLED_LINES = 384
 SAMPLED_BYTES = 8 << 20
 LONGEST_LINE_BYTES = 1 << 20
+COUNTED_BYTES = 1 << 30
+"""So much of a file is read to find the end of its first lines."""
 PARTS = 16
 """A sampled line stands for so many parts of a line, at the least."""
 OPEN_ANSWER_TOKENS = 512
@@ -66,7 +68,7 @@ def sample_input(
     with path.open("rb") as stream:
         lines, whole = _head(stream, limit)
         if not whole:
-            lines = list(_spread(stream, size))
+            lines = list(_spread(stream, size if limit is None else _end_of_lines(stream, limit, size)))
     counts = LengthCounts()
     n_open = 0
     for line, stands_for in lines:
@@ -151,6 +153,22 @@ def _spread(stream: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
             yield line, max(PARTS, round(PARTS * gap / len(line)))
         if n_bytes > SAMPLED_BYTES:
             return
+
+
+def _end_of_lines(stream: BinaryIO, n: int, size: int) -> int:
+    """Where the file's first n lines end: counted, beyond COUNTED_BYTES by their mean length."""
+    stream.seek(0)
+    n_bytes = seen = 0
+    while n_bytes < COUNTED_BYTES:
+        chunk = stream.read(1 << 20)
+        if not chunk:
+            return size
+        found = chunk.count(b"\n")
+        if seen + found >= n:
+            return n_bytes + len(chunk) - len(chunk.split(b"\n", n - seen)[-1])
+        seen += found
+        n_bytes += len(chunk)
+    return min(size, n_bytes * n // seen) if seen else size
 
 
 def _line_start(stream: BinaryIO, place: int) -> int | None:
