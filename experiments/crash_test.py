@@ -1,6 +1,6 @@
 """Kill -9 a real batch job at random moments, start it again, and count: every request exactly once.
 
-    python experiments/crash_test.py MODEL [--kills 20] [--requests 200] [flags of flexrun batch]
+    python -m experiments.crash_test MODEL [--kills 20] [--requests 200] [flags of flexrun batch]
 
 Runs the job once in peace for the expected texts, then starts it over and over on one output file, each time
 killing it at a moment drawn over the whole run: while loading, prefilling, decoding, writing. The moment is a
@@ -20,19 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-WORDS = (
-    "river",
-    "stone",
-    "paper",
-    "window",
-    "garden",
-    "engine",
-    "letter",
-    "music",
-    "winter",
-    "number",
-    "story",
-)
+from experiments.texts import random_words
 
 
 def make_input(path: Path, n_requests: int, seed: int, vocab: int | None) -> None:
@@ -48,7 +36,7 @@ def make_input(path: Path, n_requests: int, seed: int, vocab: int | None) -> Non
                 continue
             length = rng.randrange(3, 60)
             if vocab is None:
-                prompt: str | list[int] = " ".join(rng.choice(WORDS) for _ in range(length))
+                prompt: str | list[int] = random_words(rng, length)
             else:
                 prompt = [rng.randrange(vocab) for _ in range(length)]
             line = {

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.texts import random_words
 from flexrun.cli.flags import add_model_flags, add_policy_flags
 from flexrun.report import print_table
 from offload.host import parse_bytes
@@ -31,33 +32,16 @@ from offload.host import parse_bytes
 N_CHOICES = 4
 CONTEXT_WORDS = 48
 CHOICE_WORDS = 4
-WORDS = (
-    "river",
-    "stone",
-    "paper",
-    "window",
-    "garden",
-    "engine",
-    "letter",
-    "music",
-    "winter",
-    "number",
-    "story",
-)
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def questions(n: int) -> list[list[tuple[str, str]]]:
     """n questions of N_CHOICES (context, continuation) pairs; the same every time."""
     rng = random.Random(11)
-
-    def words(count: int) -> str:
-        return " ".join(rng.choice(WORDS) for _ in range(count))
-
     result = []
     for _ in range(n):
-        context = f"Question: {words(CONTEXT_WORDS)}\nAnswer:"
-        result.append([(context, f" {words(CHOICE_WORDS)}") for _ in range(N_CHOICES)])
+        context = f"Question: {random_words(rng, CONTEXT_WORDS)}\nAnswer:"
+        result.append([(context, f" {random_words(rng, CHOICE_WORDS)}") for _ in range(N_CHOICES)])
     return result
 
 

@@ -10,6 +10,7 @@ import torch
 
 from offload.host import HostMemory, format_bytes, free_disk_bytes, host_memory, parse_bytes
 from policy.tiers import Tier
+from quant.kernel_choice import has_triton
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -143,6 +144,7 @@ def make_device(name: str = "auto", gpu_mem_bytes: int | None = None) -> Device:
         raise ValueError(f"device {name!r} was asked for, but there are only {n_devices} of that kind")
     if gpu_mem_bytes == 0:
         raise ValueError("a gpu memory budget of 0 leaves the accelerator nothing; use --device cpu")
+    has_triton(device.type)  # compiles and allocates on its first call: not in a pass that is measured
     return Device(
         kind=device.type, torch_device=torch.device(device.type, index), gpu_mem_bytes=gpu_mem_bytes
     )

@@ -416,12 +416,12 @@ class WeightStore:
         tables: dict[tuple[int, str], StackedRows] = {}
         slices: dict[str, list[tuple[int, int, TensorSlot]]] = {}  # source -> (first row, unit, slot)
         for index, unit in enumerate(self.units):
-            by_name = {slot.name: slot for slot in self.layouts[index].slots}
+            tensors = self.layouts[index].tensors
             for spec in unit.tensors:
                 if spec.kind == "linear" and unit.rows_only and len(spec.parts) == 1:
                     rows = spec.parts[0].rows or ((0, spec.shape[0]),)
-                    slices.setdefault(spec.parts[0].source, []).append(
-                        (rows[0][0], index, by_name[spec.name])
+                    slices.setdefault(spec.parts[0].source, []).extend(
+                        (rows[0][0] + slot.row_start, index, slot) for slot in tensors[spec.name]
                     )
         for index, unit in enumerate(self.units):
             for spec in unit.tensors:

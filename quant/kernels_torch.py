@@ -11,11 +11,11 @@ from torch import Tensor
 from quant.formats import SUPER_BLOCK
 from quant.packed import PackedTensor
 
-# Values unpacked at a time by write_rows: bounds its temporary memory to some 64 MiB.
+# Values unpacked at a time by unpack_rows: bounds its temporary memory to some 64 MiB.
 _BLOCK_ELEMENTS = 4 << 20
 
 
-def write_rows(
+def unpack_rows(
     packed: PackedTensor, out: Tensor, row_ids: Tensor | None, row_start: int, in_order: bool
 ) -> None:
     """`quant.packed.write_rows` in blocks of rows: rows row_ids, or row_start.. if None -> out (n, cols)."""

@@ -243,9 +243,9 @@ def write_rows(
         _write_rows_on_device(packed, out, row_ids, row_start, in_order)
         return
     if not has_numba():
-        from quant.kernels_torch import write_rows as write_rows_in_torch
+        from quant.kernels_torch import unpack_rows
 
-        write_rows_in_torch(packed, out, row_ids, row_start, in_order)
+        unpack_rows(packed, out, row_ids, row_start, in_order)
         return
     from quant.kernels_decode import layout_of
     from quant.kernels_numba import dequantize
@@ -273,9 +273,9 @@ def _write_rows_on_device(
 
         kernels_triton.dequantize_rows(packed, out, row_ids=row_ids, row_start=row_start, in_order=in_order)
         return
-    from quant.kernels_torch import write_rows as write_rows_in_torch
+    from quant.kernels_torch import unpack_rows
 
-    write_rows_in_torch(packed, out, row_ids, row_start, in_order)
+    unpack_rows(packed, out, row_ids, row_start, in_order)
 
 
 def _check_out(

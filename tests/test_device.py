@@ -75,6 +75,18 @@ def test_without_an_accelerator() -> None:
         make_device("cpu", -1)
 
 
+def test_kernels_are_tried_when_an_accelerator_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their self test compiles and allocates, which no pass should do."""
+    tried: list[str] = []
+    monkeypatch.setattr("offload.device.has_triton", tried.append)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert make_device("cpu").kind == "cpu" and not tried
+    assert make_device("cuda:1").torch_device == torch.device("cuda", 1) and tried == ["cuda"]
+
+
 def test_device_refuses_contradictions() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="no gpu tier"):

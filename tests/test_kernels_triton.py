@@ -1,6 +1,8 @@
 """Triton unpacking against torch, under Triton's interpreter on CPU tensors or on a GPU; torch's int4 product."""
 
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +27,11 @@ def kernels() -> Iterator[Any]:
     if DEVICE == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from quant import kernels_triton
-
-        yield kernels_triton
+        # Other tests may have imported them for a device.
+        sys.modules.pop("quant.kernels_triton", None)
+        yield importlib.import_module("quant.kernels_triton")
     finally:
+        sys.modules.pop("quant.kernels_triton", None)
         if before is None:
             os.environ.pop("TRITON_INTERPRET", None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -414,12 +415,25 @@ def test_a_quantised_matrix_is_read_once_while_it_is_converted(
     assert_same_values(source, model, values)
     matrices = [name for name in read if name.endswith(".qweight")]
     assert len(matrices) == len(set(matrices)) == 14
-    assert all(reader._held is None for (_, _), reader in source._readers.items() if reader.quantized)
+    held = {id(reader._held): reader._held for reader in source._readers.values() if reader.quantized}
+    assert [block.rows for block in held.values()] == [None]
     # Blocks that do not hold all rows are read where they are needed, and give the same.
     monkeypatch.setattr(gptq_module, "BLOCK_BYTES", 40 * 64)
     read.clear()
     assert_same_values(source, model, values)
     assert len([name for name in read if name.endswith(".qweight")]) > 14
+
+
+def test_a_block_is_let_go_when_another_matrix_is_read(tmp_path: Path) -> None:
+    """Also where the rest of its rows is never asked for: all matrices of a checkpoint hold one block at most."""
+    source, _, values = write_quantized(tmp_path / "m", "gptq")
+    one, other = [r for (_, flipped), r in source._readers.items() if r.quantized and not flipped][:2]
+    one.values(0, 3, torch.float32)
+    first = weakref.ref(one._held.rows.buffer)
+    other.values(0, 3, torch.float32)
+    assert first() is None and other._held is one._held and one._held.owner == other.name
+    wanted = values[one.name.removeprefix("model.")].float()
+    torch.testing.assert_close(one.values(0, 3, torch.float32), wanted[:3])
 
 
 @pytest.mark.usefixtures("block_rows")

@@ -14,10 +14,10 @@ import json
 import torch
 from torch import Tensor
 
-from flexrun.checkpoint.filling import zero_gaps
+from flexrun.checkpoint.filling import slots_between_zeros, table_slot, zero_gaps
 from flexrun.model.assemble import DecoderModel
 from offload.units import TensorSpec, Unit
-from offload.weights import Extent, TensorSlot, UnitLayout, unit_layout
+from offload.weights import Extent, UnitLayout, unit_layout
 from quant.formats import WeightFormat, parse_format, row_exponent
 from quant.packed import PackedTensor
 
@@ -74,34 +74,12 @@ class DummySource:
         return None
 
     def fill(self, unit: Unit, run: Tensor) -> None:
-        layout = self.layout(unit)
-        if run.dtype != torch.uint8 or run.numel() != layout.nbytes:
-            raise ValueError(
-                f"unit {unit.name} takes {layout.nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
-            )
         specs = {spec.name: spec for spec in unit.tensors}
-        end = 0
-        for slot in layout.slots:
-            run[end : slot.offset_bytes].zero_()
-            end = slot.offset_bytes + slot.nbytes
+        for slot in slots_between_zeros(unit, self.layout(unit), run):
             self._fill(specs[slot.name], slot.view(run))
-        run[end:].zero_()
 
     def fill_table(self, spec: TensorSpec, run: Tensor) -> None:
-        nbytes = self._matrix.nbytes(spec.shape)
-        if run.dtype != torch.uint8 or run.numel() != nbytes:
-            raise ValueError(
-                f"table {spec.name} takes {nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
-            )
-        slot = TensorSlot(
-            name=spec.name,
-            shape=spec.shape,
-            format=self._matrix,
-            offset_bytes=0,
-            nbytes=nbytes,
-            is_linear=True,
-        )
-        self._fill(spec, slot.view(run))
+        self._fill(spec, table_slot(spec, self._matrix, run).view(run))
 
     def _fill(self, spec: TensorSpec, out: Tensor | PackedTensor) -> None:
         part = spec.parts[0]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexrun.checkpoint.rows import BLOCK_BYTES, RowReader, TransposedReader
-from offload.units import TensorSpec
-from offload.weights import TensorSlot
+from offload.units import TensorSpec, Unit
+from offload.weights import TensorSlot, UnitLayout
 from quant.formats import WeightFormat
 from quant.pack import quantize_rows_into
 from quant.packed import PackedTensor
@@ -59,6 +59,32 @@ def fill_tensor(plan: TensorPlan, slot: TensorSlot, run: Tensor, method: str) ->
         begin, end = piece.dest_row, piece.dest_row + piece.stop - piece.start
         target_raw = raw[begin * row_nbytes : end * row_nbytes]
         _fill_plain(piece.reader, piece.start, piece.stop, piece.heads, view[begin:end], target_raw)
+
+
+def check_run(what: str, nbytes: int, run: Tensor) -> None:
+    """ValueError if the memory given for a unit or table is not of its size."""
+    if run.dtype != torch.uint8 or run.numel() != nbytes:
+        raise ValueError(f"{what} takes {nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}")
+
+
+def slots_between_zeros(unit: Unit, layout: UnitLayout, run: Tensor) -> Iterator[TensorSlot]:
+    """The slots of a unit in order, to be filled one by one; gaps between and after them become zero."""
+    check_run(f"unit {unit.name}", layout.nbytes, run)
+    end = 0
+    for slot in layout.slots:
+        run[end : slot.offset_bytes].zero_()
+        end = slot.offset_bytes + slot.nbytes
+        yield slot
+    run[end:].zero_()
+
+
+def table_slot(spec: TensorSpec, fmt: WeightFormat, run: Tensor) -> TensorSlot:
+    """A whole table as a slot at the start of `run`. Raises ValueError for a run of another size."""
+    nbytes = fmt.nbytes(spec.shape)
+    check_run(f"table {spec.name}", nbytes, run)
+    return TensorSlot(
+        name=spec.name, shape=spec.shape, format=fmt, offset_bytes=0, nbytes=nbytes, is_linear=True
+    )
 
 
 def zero_gaps(packed: PackedTensor) -> None:

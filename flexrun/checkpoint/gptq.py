@@ -5,13 +5,15 @@ tensor X.weight of shape (out_features, in_features); `quant.native` states the 
 
 All three matrices lie with the output features along their rows of bytes, so rows of X.weight are columns of the
 file, of which it has no contiguous run: a block of them is picked out of the whole matrix, read in slabs of 16 MiB.
-So few blocks are read, of at most BLOCK_BYTES packed, and one is held until its rows have been asked for: a usual
-matrix is read once, and memory is bounded by the block, its copy and a slab, whatever the matrix's size.
+So few blocks are read, of at most BLOCK_BYTES packed, and the last one is held until its rows have been asked for or
+another matrix is: a usual matrix is read once, and memory is bounded by one block of a checkpoint, its copy and a
+slab, whatever the matrix's size and however few of its rows are wanted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,20 +32,34 @@ _ROW_STEP = 32
 _SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
 
+@dataclass(slots=True)
+class HeldBlock:
+    """The one packed block that the readers of a checkpoint share: whose it is, its first row, its rows."""
+
+    owner: str = ""
+    first: int = 0
+    rows: PackedTensor | None = None
+
+
 class QuantizedReader:
     """One GPTQ or AWQ matrix (flexrun.checkpoint.rows.RowReader). permutation: of its columns, or None."""
 
     quantized = True
 
     def __init__(
-        self, stem: str, parts: Mapping[str, TensorInfo], settings: Mapping[str, Any], unpacked: WeightFormat
+        self,
+        stem: str,
+        parts: Mapping[str, TensorInfo],
+        settings: Mapping[str, Any],
+        unpacked: WeightFormat,
+        held: HeldBlock,
     ) -> None:
         self.name = f"{stem}.weight"
         self._method, self._parts = settings["method"], parts
         self._bits, self._zero_offset = settings["bits"], settings["zero_offset"]
         self.stored_type = f"{self._method.upper()} {self._bits}-bit"
         self.plain = unpacked
-        self._held: tuple[int, PackedTensor] | None = None
+        self._held = held
         qweight = parts["qweight"]
         if qweight.dtype != "I32" or len(qweight.shape) != 2:
             raise self._error("qweight is not a matrix of int32", f"{qweight.dtype} {list(qweight.shape)}")
@@ -81,14 +97,17 @@ class QuantizedReader:
 
     def _block(self, start: int, stop: int) -> tuple[int, PackedTensor]:
         """A packed block that holds rows start..stop, and its first row."""
-        first, block = self._held or (0, None)
+        held = self._held
+        first, block = held.first, held.rows if held.owner == self.name else None
         if block is None or start < first or stop > first + block.shape[0]:
             assert self.native is not None
+            held.rows = block = None  # before the next one is read
             first = start // _ROW_STEP * _ROW_STEP
             n_rows = BLOCK_BYTES // self.native.nbytes((1, self.width))
             block = self.packed(first, min(max(stop, first + n_rows), self.n_rows))
         # Rows are asked for in order: nothing is held once the block's last row has been.
-        self._held = None if stop == first + block.shape[0] else (first, block)
+        held.owner, held.first = self.name, first
+        held.rows = None if stop == first + block.shape[0] else block
         return first, block
 
     def packed(self, start: int, stop: int) -> PackedTensor:
@@ -146,7 +165,7 @@ def quantized_readers(
     if checkpoint.quantization_config is None:
         return {}, others
     settings = _settings(checkpoint)
-    names = set(wanted)
+    names, held = set(wanted), HeldBlock()
     readers: dict[str, QuantizedReader] = {}
     for name in checkpoint.tensors:
         if not name.endswith(".qweight"):
@@ -161,7 +180,7 @@ def quantized_readers(
                 tensor=name,
                 remedy="Download the model completely",
             )
-        readers[f"{stem}.weight"] = QuantizedReader(stem, parts, settings, unpacked)
+        readers[f"{stem}.weight"] = QuantizedReader(stem, parts, settings, unpacked, held)
         bias = others.get(f"{stem}.bias")
         if bias is not None and not _is_wanted(bias.name, names) and not bool(read_tensor(bias).any()):
             del others[bias.name]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexrun.checkpoint.base import Checkpoint
-from flexrun.checkpoint.filling import Piece, TensorPlan, fill_tensor
+from flexrun.checkpoint.filling import Piece, TensorPlan, fill_tensor, slots_between_zeros, table_slot
 from flexrun.checkpoint.gptq import quantized_readers
 from flexrun.checkpoint.rows import FileRange, RowReader, TransposedReader, open_rows
 from flexrun.model.assemble import DecoderModel
@@ -135,33 +135,14 @@ class CheckpointSource:
 
     def fill(self, unit: Unit, run: Tensor) -> None:
         layout = self.layout(unit)
-        if run.dtype != torch.uint8 or run.numel() != layout.nbytes:
-            raise ValueError(
-                f"unit {unit.name} takes {layout.nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
-            )
-        end = 0
-        for slot, plan in self._slots(unit, layout):
-            run[end : slot.offset_bytes].zero_()
-            end = slot.offset_bytes + slot.nbytes
+        pairs = zip(slots_between_zeros(unit, layout, run), self._slots(unit, layout), strict=True)
+        for slot, (planned, plan) in pairs:
+            assert slot is planned, "slots of one tensor lie one after the other"
             fill_tensor(plan, slot, run, self.method)
-        run[end:].zero_()
 
     def fill_table(self, spec: TensorSpec, run: Tensor) -> None:
         plan = self._table(spec)
-        nbytes = plan.format.nbytes(spec.shape)
-        if run.dtype != torch.uint8 or run.numel() != nbytes:
-            raise ValueError(
-                f"table {spec.name} takes {nbytes} bytes (uint8), the run is {run.numel()} of {run.dtype}"
-            )
-        slot = TensorSlot(
-            name=spec.name,
-            shape=spec.shape,
-            format=plan.format,
-            offset_bytes=0,
-            nbytes=nbytes,
-            is_linear=True,
-        )
-        fill_tensor(plan, slot, run, self.method)
+        fill_tensor(plan, table_slot(spec, plan.format, run), run, self.method)
 
     # -- decisions -------------------------------------------------------------------------------------
 
