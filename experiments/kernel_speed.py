@@ -118,7 +118,9 @@ def measure_crossover(
     for n in TOKENS:
         x = torch.randn(n, cols, generator=torch.Generator().manual_seed(n)).to(dtype)
         few = best_seconds(partial(quant_linear._few_tokens, x, packed, None, None), seconds)
-        many = best_seconds(partial(quant_linear._unpack_and_multiply, x, packed, None, scratch, None), seconds)
+        many = best_seconds(
+            partial(quant_linear._unpack_and_multiply, x, packed, None, scratch, None), seconds
+        )
         alone = best_seconds(partial(F.linear, x, unpacked), seconds)
         lines.append((n, few * 1e3, many * 1e3, alone * 1e3))
         crossover = n if few <= many else crossover
