@@ -171,18 +171,17 @@ def _batch_file(path: Path, model: str) -> InputSample:
     from flexrun.chat import encode_chat
     from flexrun.checkpoint.open_model import open_model
     from flexrun.jobs.generation import GenerationJob
-    from flexrun.jobs.sample import RoughEncoder, sample_input
+    from flexrun.jobs.sample import rough_encode, rough_encode_chat, sample_input
 
     opened = open_model(model, dummy_weights=resolve_model(model).kind == "preset")
     tokenizer = opened.load_tokenizer()
     template = opened.load_chat_template(tokenizer)
-    rough = RoughEncoder()
     if tokenizer is None:
         print(f"{model} has no tokenizer here: lengths are about a token per 4 bytes", file=sys.stderr)
     kind = GenerationJob(
         model_name=model,
-        tokenizer=tokenizer or rough,
-        encode_chat=rough.encode_chat if template is None else partial(encode_chat, tokenizer, template),
+        encode=rough_encode if tokenizer is None else tokenizer.encode,
+        encode_chat=rough_encode_chat if template is None else partial(encode_chat, tokenizer, template),
     )
     try:
         found = sample_input(path, kind, max_tokens=opened.model.max_positions)

@@ -90,6 +90,7 @@ class GenerationJob:
     Args:
         model_name: what results name as their model.
         tokenizer: None for a model that takes and gives token ids only.
+        encode: token ids of a prompt's text, where not the tokenizer's.
         encode_chat: None for a model that cannot chat.
         defaults: sampling options of the job, as SamplingParams takes them.
         seed: the job's seed, see `derived_seed`.
@@ -102,12 +103,14 @@ class GenerationJob:
         *,
         model_name: str,
         tokenizer: TextEncoder | None = None,
+        encode: Callable[[str], list[int]] | None = None,
         encode_chat: EncodeChat | None = None,
         defaults: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self._model_name = model_name
         self._tokenizer = tokenizer
+        self._encode = tokenizer.encode if encode is None and tokenizer is not None else encode
         self._encode_chat = encode_chat
         self._defaults = {name: value for name, value in (defaults or {}).items() if value is not None}
         self._seed = seed
@@ -203,10 +206,10 @@ class GenerationJob:
         text: str | None = None
         if not isinstance(prompt, str):
             ids = prompt
-        elif self._tokenizer is None:
+        elif self._encode is None:
             raise LineError("no_tokenizer", "this model has no tokenizer: give the prompt as token ids")
         else:
-            ids, text = self._tokenizer.encode(prompt), prompt
+            ids, text = self._encode(prompt), prompt
         score_from = None
         if request.score_only:
             score_from = 1 if params.prompt_logprobs is not None else len(ids)

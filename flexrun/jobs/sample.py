@@ -7,7 +7,7 @@ seen as it is. Prompts are cut into tokens as the job will do it.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -64,11 +64,13 @@ def sample_input(
     limit: only so many lines of the file count; n_done: so many have been run before. max_tokens: of one sequence;
     longer requests will be refused and do not count. Raises OSError if the file cannot be read.
     """
-    size = path.stat().st_size
+    end, counted = path.stat().st_size, False
     with path.open("rb") as stream:
         lines, whole = _head(stream, limit)
         if not whole:
-            lines = list(_spread(stream, size if limit is None else _end_of_lines(stream, limit, size)))
+            if limit is not None:
+                end, counted = _end_of_lines(stream, limit, end)
+            lines = list(_spread(stream, end))
     counts = LengthCounts()
     n_open = 0
     for line, stands_for in lines:
@@ -82,7 +84,7 @@ def sample_input(
         return None
     parts = 1 if whole else PARTS
     n_lines = sum(stands_for for _, stands_for in lines) / parts
-    taken = min(n_lines, limit or n_lines)
+    taken = limit if limit is not None and counted else min(n_lines, limit or n_lines)
     requests = max(1, round(len(counts) / parts * (taken / n_lines) * max(0.0, 1 - n_done / max(taken, 1))))
     workload = counts.workload(requests)
     assert workload is not None
@@ -155,20 +157,20 @@ def _spread(stream: BinaryIO, size: int) -> Iterator[tuple[bytes, int]]:
             return
 
 
-def _end_of_lines(stream: BinaryIO, n: int, size: int) -> int:
-    """Where the file's first n lines end: counted, beyond COUNTED_BYTES by their mean length."""
+def _end_of_lines(stream: BinaryIO, n: int, size: int) -> tuple[int, bool]:
+    """Where the file's first n lines end, and whether they were counted; beyond COUNTED_BYTES by their mean length."""
     stream.seek(0)
     n_bytes = seen = 0
     while n_bytes < COUNTED_BYTES:
         chunk = stream.read(1 << 20)
         if not chunk:
-            return size
+            return size, False
         found = chunk.count(b"\n")
         if seen + found >= n:
-            return n_bytes + len(chunk) - len(chunk.split(b"\n", n - seen)[-1])
+            return n_bytes + len(chunk) - len(chunk.split(b"\n", n - seen)[-1]), True
         seen += found
         n_bytes += len(chunk)
-    return min(size, n_bytes * n // seen) if seen else size
+    return (min(size, n_bytes * n // seen) if seen else size), False
 
 
 def _line_start(stream: BinaryIO, place: int) -> int | None:
@@ -187,19 +189,12 @@ def _line_start(stream: BinaryIO, place: int) -> int | None:
         back *= 4
 
 
-class RoughEncoder:
-    """Stands for the tokenizer of a model that has none here: about four bytes of text per token."""
+def rough_encode(text: str) -> list[int]:
+    """As many token ids as a text may have: one for about four bytes. For models that have no tokenizer here."""
+    return [0] * max(1, len(text.encode()) // 4)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [0] * max(1, len(text.encode()) // 4)
 
-    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
-        raise NotImplementedError("lengths only")
-
-    def token_text(self, token_id: int) -> str:
-        raise NotImplementedError("lengths only")
-
-    def encode_chat(self, messages: Any, **variables: Any) -> tuple[str, list[int]]:
-        """A conversation's texts, and a few tokens around each message."""
-        text = "".join(str(message["content"]) for message in messages)
-        return text, self.encode(text) + [0] * (4 * len(messages))
+def rough_encode_chat(messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, list[int]]:
+    """The same of a conversation, with a few tokens around each message."""
+    text = "".join(str(message["content"]) for message in messages)
+    return text, rough_encode(text) + [0] * (4 * len(messages))
