@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_llama import TINY, tiny_folder
 
 from flexrun.__main__ import main
 from flexrun.defaults import Wish, default_policy
@@ -15,31 +16,11 @@ from policy.memory_plan import memory_plan
 from policy.tiers import Placement, Tier
 from policy.workload import Workload
 
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
-}
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = tmp_path / "tiny"
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps(TINY))
-    return place
+    return tiny_folder(tmp_path)
 
 
 def bench(folder, capsys, *flags):

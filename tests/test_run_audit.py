@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import planner_cases as cases
 import pytest
+from tiny_llama import tiny_folder
 
 from flexrun import engine as engine_module
 from flexrun.__main__ import main
@@ -23,31 +24,11 @@ from policy.search import SearchResult
 from policy.tiers import Placement, Plan, Policy, Tier, load_policy
 from policy.workload import Limits, Workload
 
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
-}
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = tmp_path / "tiny"
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps(TINY))
-    return place
+    return tiny_folder(tmp_path, torch_dtype="bfloat16")
 
 
 @pytest.fixture
