@@ -202,16 +202,16 @@ def test_draws_are_as_stable_as_greedy_choices():
     rows, vocab = 200, 20_000
     logits = torch.randn((rows, vocab), generator=generator)
     drifted = logits.clone()
-    drifted[:, : vocab // 2] += 2e-5
+    drifted[:, : vocab // 2] += 1e-4
     keys = [state(SamplingParams(seed=i), vocab_size=vocab).draw_key() for i in range(rows)]
 
     def walked(values):
-        cumulative = values.softmax(-1).double().cumsum(-1)
+        cumulative = values.double().softmax(-1).cumsum(-1)
         return torch.searchsorted(cumulative, torch.tensor(keys, dtype=torch.float64)[:, :1] * 2.0**-32)[:, 0]
 
     flips = int((sampling._draw(logits.exp(), keys) != sampling._draw(drifted.exp(), keys)).sum())
     walked_flips = int((walked(logits) != walked(drifted)).sum())
-    assert flips <= 1 and walked_flips >= 5
+    assert flips <= 2 and walked_flips >= 20  # about 40 of 200 are walked to a neighbour
 
 
 def test_the_hash_is_the_same_on_every_device():

@@ -308,10 +308,11 @@ def plan_rows(found: SearchResult) -> list[tuple[str, str]]:
     if policy.cpu_attention_frac:
         rows.append(("attention on the CPU", f"{policy.cpu_attention_frac:.0%} of the gpu batches"))
     rows += [(f"{tier} memory", format_bytes(n)) for tier, n in plan.planned_bytes.items()]
+    kind = "generated" if predicted["generated_tokens_per_s"] else "all"
     rows += [
         ("generated tokens/s", f"{predicted['generated_tokens_per_s']:,.2f}"),
         ("all tokens/s", f"{predicted['total_tokens_per_s']:,.2f}"),
-        ("physical bound, tokens/s", f"{plan.bound['generated_tokens_per_s']:,.2f}"),
+        (f"bound, {kind} tokens/s", f"{plan.bound['generated_tokens_per_s']:,.2f}"),
         (
             "prefill, decode",
             f"{format_seconds(predicted['prefill_seconds'])}, {format_seconds(predicted['decode_seconds'])}",
