@@ -73,7 +73,7 @@ class Worker:
     def __init__(self, names: list[str], device: str, root: Path, off: list[str]) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--root", str(root)]
         environment = dict(os.environ)
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
+        environment.setdefault("GOMP_SPINCOUNT", "10000")  # as flexrun sets it
         if off:
             given = environment.get("FLEXRUN_KERNELS", "")
             environment["FLEXRUN_KERNELS"] = ",".join([given, *off] if given else off)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Idle OpenMP workers spin for milliseconds by default. Our disk and copy lanes need those cores meanwhile, and on
-# a machine that does anything else besides, spinning made small passes five times slower (experiments/LOG.md).
-# Read when torch is first imported; a setting of the user's own stays.
-if "GOMP_SPINCOUNT" not in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Idle OpenMP workers spin for many milliseconds by default. Our disk and copy lanes need those cores meanwhile, and
+# on a machine that does anything else besides, that made small passes five times slower; sleeping at once costs a
+# wake-up per product, a third of a pass where products are short. A fraction of a millisecond of spinning has
+# neither fault (experiments/LOG.md). Read when torch is first imported; a setting of the user's own stays.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # What users need -> the module that has it.
 _EXPORTS = {

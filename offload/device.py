@@ -10,7 +10,7 @@ import torch
 
 from offload.host import HostMemory, format_bytes, free_disk_bytes, host_memory, parse_bytes
 from policy.tiers import Tier
-from quant.kernel_choice import has_triton
+from quant.kernel_choice import has_native_bf16, has_triton
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -157,10 +157,7 @@ def _cpu_has_bf16() -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     # On x86 the library also says yes for AVX512 without bf16 instructions, which widens to float32.
-    probes = (
-        getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    )
-    return any(probe is not None and probe() for probe in probes)
+    return has_native_bf16()
 
 
 def _accelerator_has_bf16(device: torch.device) -> bool:

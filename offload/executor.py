@@ -393,7 +393,9 @@ class Executor:
         for chunk in batch.chunks:
             chunk.layer_cache = view
             part = hidden[chunk.begin : chunk.end]
-            part.copy_(unit.forward(weights, part, chunk))
+            made = unit.forward(weights, part, chunk)
+            if made is not part:
+                part.copy_(made)
             chunk.layer_cache = None
         self._leave(op.unit, batch, hidden)
 
@@ -470,7 +472,9 @@ class Executor:
                 rows = chunk.attention.on(item.out.device).stored_tokens
                 item.out[rows] = item.query[rows]
             part = hidden[chunk.begin : chunk.end]
-            part.copy_(unit.finish(weights, part, item.out, item.carry, chunk))
+            made = unit.finish(weights, part, item.out, item.carry, chunk)
+            if made is not part:
+                part.copy_(made)
         batch.projected = []
         self._leave(op.unit, batch, hidden)
 

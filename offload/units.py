@@ -125,7 +125,10 @@ class Unit(Protocol):
     rows_only: bool  # works on the selected logit rows alone (final norm, head), not on all tokens
 
     def forward(self, weights: Weights, hidden: torch.Tensor, context: Context) -> torch.Tensor:
-        """hidden (tokens, hidden_size) of one chunk -> the same shape (the embedding ignores its input)."""
+        """hidden (tokens, hidden_size) of one chunk -> the same shape (the embedding ignores its input).
+
+        hidden's memory is free to be written to: the result may be hidden itself, changed in place.
+        """
         ...
 
 

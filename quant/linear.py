@@ -19,13 +19,16 @@ from quant.formats import WeightFormat
 from quant.kernel_choice import has_native_bf16, has_numba
 from quant.packed import PackedTensor, StackedTensor, numpy_views, write_rows
 
-# Largest number of tokens for which the few-token kernel is the faster, measured on two cores with AVX2: at 64
-# tokens it won for every format by 20 to 25%, at 96 it was level, at 128 it lost by 2 to 12%.
+# Largest number of tokens for which the few-token kernel is the faster, on two cores. With AVX2, at 64 tokens it won
+# for every format by 20 to 25%, at 96 it was level, at 128 it lost by 2 to 12%. AVX512 doubles the BLAS's rate and
+# not the kernel's: at 16 tokens it won by a fifth, at 24 it was level, at 32 it lost by a tenth.
 _CROSSOVER_TOKENS_F32 = 80
+_CROSSOVER_TOKENS_F32_AVX512 = 24
 # bf16 without instructions for it: torch multiplies at a seventh of the speed of fp32, at any number of tokens.
 _CROSSOVER_TOKENS_EMULATED_BF16 = 1024
-# bf16 with instructions for it, three to five times faster than fp32; not measured here, scaled by that ratio.
-_CROSSOVER_TOKENS_NATIVE_BF16 = 16
+# bf16 with AMX: products of up to 64 tokens take as long as reading the weight, so unpacking decides. The kernel won
+# at 4 tokens by 15 to 35%, at 8 it was level.
+_CROSSOVER_TOKENS_NATIVE_BF16 = 6
 
 
 def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
@@ -37,6 +40,8 @@ def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -
         return 0
     if dtype == torch.bfloat16:
         return _CROSSOVER_TOKENS_NATIVE_BF16 if has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return _CROSSOVER_TOKENS_F32_AVX512
     return _CROSSOVER_TOKENS_F32
 
 

@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is imported, as flexrun does

@@ -72,5 +72,5 @@ class ParallelBlock(SelfAttention):
         # The norm is made again rather than carried: it is cheap, and may have been made long ago.
         name = "mlp_norm" if self.config.residual == "parallel" else "attn_norm"
         x = apply_norm(self.config, name, weights, hidden)
-        total = hidden + self.output(weights, attended, context)
+        total = hidden.add_(self.output(weights, attended, context))
         return total.add_(dense_mlp(self.config, weights, x, context))

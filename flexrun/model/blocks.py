@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from flexrun.model.schema import LayerConfig, ModelConfig, NormConfig
 from flexrun.model.specs import UnitSpec
 from offload.units import Context, TensorSpec, Weights
+from quant import pointwise
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -28,6 +29,9 @@ def normalize(
     if scale is not None and norm.offset:
         scale = scale + norm.offset
     size = (x.shape[-1],)
+    if pointwise.fits(x):
+        shift = None if bias is None else bias.float()
+        return pointwise.norm(x, scale, shift, eps=norm.eps, centered=norm.kind != "rms")
     if norm.kind == "rms":
         out = F.rms_norm(x.float(), size, scale, norm.eps)
     else:
@@ -64,8 +68,11 @@ def dense_mlp(config: ModelConfig, weights: Weights, x: torch.Tensor, context: C
     activation = ACTIVATIONS[config.activation]
     if config.gated:
         gate_up = context.linear(x, weights["gate_up"], weights.get("gate_up.bias"))
-        gate, up = gate_up.chunk(2, dim=-1)  # each (tokens, ffn_size)
-        inner = activation(gate).mul_(up)
+        if config.activation in pointwise.GATES and pointwise.fits(gate_up):
+            inner = pointwise.gate(gate_up, config.activation)
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)  # each (tokens, ffn_size)
+            inner = activation(gate).mul_(up)
     else:
         inner = activation(context.linear(x, weights["up"], weights.get("up.bias")))
     return context.linear(inner, weights["down"], weights.get("down.bias"))
@@ -74,11 +81,11 @@ def dense_mlp(config: ModelConfig, weights: Weights, x: torch.Tensor, context: C
 def add_residual(
     config: ModelConfig, name: str, weights: Weights, hidden: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """hidden + out with the norm that the placement asks for: `name`_post_norm before adding (sandwich), or
-    `name`_norm after it (post)."""
+    """hidden + out, in hidden's memory, with the norm that the placement asks for: `name`_post_norm before adding
+    (sandwich), or `name`_norm after it (post), which makes a tensor of its own."""
     if config.norm_placement == "sandwich":
         out = apply_norm(config, f"{name}_post_norm", weights, out)
-    total = hidden + out
+    total = hidden.add_(out)
     if config.norm_placement == "post":
         total = apply_norm(config, f"{name}_norm", weights, total)
     return total

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from flexrun.model.schema import RopeConfig
+from quant import pointwise
 
 
 def _exponents(rope: RopeConfig) -> torch.Tensor:
@@ -109,6 +110,8 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     x (tokens, heads, head_dim); cos, sin (tokens, 1, dim / 2) fp32. Computed in fp32, returned contiguous
     in x's type.
     """
+    if pointwise.fits(x):
+        return pointwise.rotate(x, cos, sin)
     half = cos.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
