@@ -22,9 +22,9 @@ MAX_MODEL_LEN = 32_768
 """Longest sequence that is admitted where nobody asks for more and the known work has none: every gpu batch sets
 memory aside for one, which models of 128k positions would spend their whole machine on."""
 
-CHUNK_TOKENS = (1024, 512, 256)
-"""Tokens computed at once: fewer need less memory to work in and cost little, so they are tried before less of
-anything else is kept in memory."""
+LEANER = ((1024, 3), (1024, 2), (512, 2), (256, 2))
+"""Tokens computed at once, and units of streamed weights held at once: fewer need less memory and cost little, so
+they are tried before less of anything else is kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ def default_limits(
     chunk_tokens: int = 1024,
     pass_tokens: int | None = None,
     admit_tokens: int = 0,
+    weights_slots: int = 2,
 ) -> Limits:
     """Limits of a block: exact where lengths are known, else for MEAN_TOKENS on average.
 
@@ -77,6 +78,7 @@ def default_limits(
         page_tokens=page_tokens,
         mean_pages=mean_pages,
         logit_rows=gpu_batch_size,
+        weights_slots=weights_slots,
     )
 
 
@@ -114,8 +116,9 @@ def default_policy(
                 chunk_tokens=chunk_tokens,
                 pass_tokens=pass_tokens,
                 admit_tokens=admit_tokens,
+                weights_slots=weights_slots,
             )
-            for chunk_tokens in CHUNK_TOKENS
+            for chunk_tokens, weights_slots in LEANER
         ]
         candidates = _candidates(footprint, wish, size, budgets, first_tier)
         for policy, limits in itertools.product(candidates, dict.fromkeys(options)):

@@ -150,7 +150,7 @@ class Runtime:
         self.len_limit_reason = len_limit_reason
         self.max_model_len = limits.max_tokens
         self._stack = contextlib.ExitStack()
-        depths = depths or Depths()
+        depths = depths or limits.depths
         compute = DTYPE_NAMES[compute_dtype]
         self.footprint = layout_footprint(model, source, name)
         self.limits = limits

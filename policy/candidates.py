@@ -14,9 +14,9 @@ from policy import lp
 from policy.cost import CostModel, Flow, Pages
 from policy.footprint import ModelFootprint
 from policy.hardware import Hardware
-from policy.schedule import Depths, Lane
+from policy.schedule import Lane
 from policy.tiers import ScheduleName, Tier
-from policy.workload import Limits, Workload, limits_for
+from policy.workload import WEIGHTS_SLOTS, Limits, Workload, limits_for
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 COARSE_GPU_BATCH_SIZES = GPU_BATCH_SIZES[::2]
@@ -39,6 +39,7 @@ class Shape:
     cache_format: str
     n_cpu_attention: int
     schedule: ScheduleName
+    weights_slots: int = WEIGHTS_SLOTS[0]
 
     @property
     def block(self) -> int:
@@ -64,23 +65,23 @@ class Candidates:
         max_tokens: int,
         schedules: Sequence[ScheduleName],
         overlap: bool,
-        depths: Depths,
         chunk_tokens: int,
         page_tokens: int,
         unpack_per_batch: bool,
     ) -> None:
         self.footprint, self.hardware, self.workload = footprint, hardware, workload
         self.max_tokens = max_tokens
-        self.schedules, self.overlap, self.depths = schedules, overlap, depths
+        self.schedules, self.overlap = schedules, overlap
         self.chunk_tokens, self.page_tokens = chunk_tokens, page_tokens
         self.unpack_per_batch = unpack_per_batch
 
-    def limits(self, gpu_batch_size: int, schedule: ScheduleName) -> Limits:
+    def limits(self, shape: Shape) -> Limits:
         """The limits of a block: of the workload, and room for one sequence of `max_tokens` in each gpu batch."""
         limits = limits_for(
             self.workload,
-            gpu_batch_size=gpu_batch_size,
-            schedule=schedule,
+            gpu_batch_size=shape.gpu_batch_size,
+            schedule=shape.schedule,
+            weights_slots=shape.weights_slots,
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
         )
@@ -100,7 +101,7 @@ class Candidates:
         cost = CostModel(
             self.footprint,
             self.hardware,
-            self.limits(shape.gpu_batch_size, shape.schedule),
+            self.limits(shape),
             gpu_batch_size=shape.gpu_batch_size,
             num_gpu_batches=shape.num_gpu_batches,
             weight_format=shape.weight_format,
@@ -109,9 +110,8 @@ class Candidates:
             schedule=shape.schedule,
             overlap=self.overlap,
             unpack_per_batch=self.unpack_per_batch,
-            depths=self.depths,
         )
-        return lp.make_problem(cost, self.workload, depths=self.depths)
+        return lp.make_problem(cost, self.workload)
 
     def shapes(
         self,
@@ -144,7 +144,7 @@ class Candidates:
         return list(found)
 
     def around(self, shape: Shape) -> list[Shape]:
-        """Shapes between the grid's points next to a good one."""
+        """Shapes between the grid's points next to a good one, and these with fewer slots for weights."""
         sizes = {max(1, round(shape.gpu_batch_size * f)) for f in (0.75, 0.85, 1.0, 1.15, 1.3)}
         counts = {max(1, shape.num_gpu_batches + d) for d in (-2, -1, 0, 1, 2)}
         return [
@@ -153,9 +153,11 @@ class Candidates:
                 gpu_batch_size=gbs,
                 num_gpu_batches=n,
                 n_cpu_attention=min(n, round(shape.n_cpu_attention / shape.num_gpu_batches * n)),
+                weights_slots=slots,
             )
             for gbs in sorted(sizes)
             for n in sorted(counts)
+            for slots in WEIGHTS_SLOTS
         ]
 
     def throughput(self, problem: lp.Problem, seconds_per_token: float, shape: Shape) -> float:

@@ -143,7 +143,7 @@ class CostModel:
         self.schedule = schedule
         self.unpack_per_batch = unpack_per_batch
         self.whole_units = whole_units
-        self.depths = depths or Depths()
+        self.depths = depths or limits.depths
         self.weight_format = footprint.resolve_format(weight_format)
         self.cache_format = resolve_cache_format(cache_format, hardware.compute_dtype)
         self.element_bytes = PLAIN_BYTES[hardware.compute_dtype]

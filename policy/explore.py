@@ -18,7 +18,7 @@ from policy.prediction import SIMULATED_OPS, simulate_whole
 from policy.rounding import Rounded, evaluate, excess_bytes, improve, plan_memory, round_solution
 from policy.simulate import PlacedRun, Simulation, simulate
 from policy.tiers import Policy
-from policy.workload import Workload
+from policy.workload import WEIGHTS_SLOTS, Workload
 
 STOP_GAIN = 1.01
 """A candidate is placed only if its bound promises at least this factor over the best found."""
@@ -76,9 +76,7 @@ class Searcher:
         # The few mean passes of the LP hide when the slowest lane changes as the cache grows.
         fine = problem
         if problem.ordered:
-            fine = lp.make_problem(
-                problem.cost, self.space.workload, depths=self.space.depths, n_buckets=FINE_BUCKETS
-            )
+            fine = lp.make_problem(problem.cost, self.space.workload, n_buckets=FINE_BUCKETS)
         seconds = evaluate(rounded.policy, rounded.memory, fine)
         return Found(
             shape=shape,
@@ -92,25 +90,24 @@ class Searcher:
 
     def given(self, policy: Policy) -> Found | None:
         """A policy that the caller names, as a candidate; None if it does not fit."""
-        shape = Shape(
-            gpu_batch_size=policy.gpu_batch_size,
-            num_gpu_batches=policy.num_gpu_batches,
-            weight_format=self.space.footprint.resolve_format(policy.weight_format),
-            cache_format=policy.cache_format,
-            n_cpu_attention=policy.num_cpu_attention_batches,
-            schedule=policy.schedule,
-        )
-        problem = self.space.problem(shape)
-        memory = plan_memory(policy, problem)
-        if excess_bytes(memory, problem):
-            return None
-        seconds = evaluate(policy, memory, problem)
-        return self._found(
-            shape,
-            problem,
-            Rounded(policy=policy, memory=memory, seconds_per_token=seconds, gap_frac=0.0),
-            None,
-        )
+        for slots in WEIGHTS_SLOTS:
+            shape = Shape(
+                gpu_batch_size=policy.gpu_batch_size,
+                num_gpu_batches=policy.num_gpu_batches,
+                weight_format=self.space.footprint.resolve_format(policy.weight_format),
+                cache_format=policy.cache_format,
+                n_cpu_attention=policy.num_cpu_attention_batches,
+                schedule=policy.schedule,
+                weights_slots=slots,
+            )
+            problem = self.space.problem(shape)
+            memory = plan_memory(policy, problem)
+            if excess_bytes(memory, problem):
+                continue
+            seconds = evaluate(policy, memory, problem)
+            rounded = Rounded(policy=policy, memory=memory, seconds_per_token=seconds, gap_frac=0.0)
+            return self._found(shape, problem, rounded, None)
+        return None
 
     def explore(self, shapes: Iterable[Shape], found: dict[Shape, Found | None], budget: int) -> None:
         """Place candidates in the order of their bounds until none can beat the best found.
@@ -191,7 +188,7 @@ class Searcher:
         return run, series, simulate_whole(run, series, n_ops=n_ops, full=full)
 
     def placed(self, found: Found) -> PlacedRun:
-        return PlacedRun(found.problem.cost, found.rounded.memory, depths=self.space.depths)
+        return PlacedRun(found.problem.cost, found.rounded.memory)
 
     def series(self, found: Found, workload: Workload) -> PassSeries:
         return pass_series(

@@ -101,7 +101,11 @@ def make_problem(
         n_buckets=n_buckets,
     )
     return Problem(
-        cost=cost, passes=passes, tokens=tokens * cost.n_batches, ordered=ordered, depths=depths or Depths()
+        cost=cost,
+        passes=passes,
+        tokens=tokens * cost.n_batches,
+        ordered=ordered,
+        depths=depths or cost.depths,
     )
 
 

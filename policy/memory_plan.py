@@ -401,7 +401,7 @@ def memory_plan(
     unknown format.
     """
     check_tiers(policy, first_tier)
-    depths = depths or Depths()
+    depths = depths or limits.depths
     fmt = footprint.resolve_format(policy.weight_format)
     three = first_tier is Tier.GPU
     n_batches = policy.num_gpu_batches

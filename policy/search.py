@@ -7,6 +7,7 @@ the winner is simulated in full length (policy.prediction) and described (policy
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 import types
@@ -27,9 +28,8 @@ from policy.footprint import ModelFootprint
 from policy.hardware import Hardware
 from policy.prediction import FrontPoint, bytes_moved, latency_seconds, pareto, physical_bound
 from policy.result import SearchResult, describe, infeasible
-from policy.schedule import Depths
 from policy.tiers import Policy, ScheduleName, Tier
-from policy.workload import DEFAULT_CHUNK_TOKENS, Workload
+from policy.workload import DEFAULT_CHUNK_TOKENS, WEIGHTS_SLOTS, Workload
 from quant.kv_formats import DEFAULT_PAGE_TOKENS
 
 __all__ = [
@@ -64,7 +64,6 @@ def search(
     max_tokens: int | None = None,
     cpu_attention: bool = True,
     overlap: bool = True,
-    depths: Depths | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     unpack_per_batch: bool = False,
@@ -104,7 +103,6 @@ def search(
         max_tokens=longest,
         schedules=tuple(schedules),
         overlap=overlap,
-        depths=depths or Depths(),
         chunk_tokens=chunk_tokens,
         page_tokens=page_tokens,
         unpack_per_batch=unpack_per_batch,
@@ -132,7 +130,8 @@ def search(
     placed = [f for f in found.values() if f is not None]
     if not placed:
         # Bounds order candidates by speed; where memory is short only the smallest block may fit.
-        least = space.shapes(sizes[:1], counts[:1], weights, caches, fractions[:1])
+        smallest = space.shapes(sizes[:1], counts[:1], weights, caches, fractions[:1])
+        least = [dataclasses.replace(s, weights_slots=n) for s in smallest for n in WEIGHTS_SLOTS[1:]]
         searcher.explore(least, found, len(least))
         placed = [f for f in found.values() if f is not None]
     if not placed:

@@ -53,7 +53,7 @@ class PlacedRun:
 
     def __init__(self, cost: CostModel, memory: MemoryPlan, *, depths: Depths | None = None) -> None:
         self.cost, self.memory = cost, memory
-        self.depths = depths
+        self.depths = depths or cost.depths
         footprint = cost.footprint
         homes = [cost.first_tier] * len(footprint.units)
         for index, home in zip(footprint.streamable, memory.unit_homes, strict=True):

@@ -13,11 +13,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from policy.schedule import Depths
 from policy.tiers import ScheduleName
 from quant.kv_formats import DEFAULT_PAGE_TOKENS, check_page_tokens
 
 DEFAULT_CHUNK_TOKENS = 1024
 MAX_PASS_TOKENS = 65536
+WEIGHTS_SLOTS = (3, 2)
+"""Units of streamed weights held at once, the better choice first. Attention and MLP units alternate, and the latter
+are two to three times as large: with two slots the next MLP cannot be read while one computes, so reading and
+computing, where they take about as long, wait for each other for up to half of the time. A third slot ends that."""
 DEFAULT_ATTENTION_STAGING_BYTES = 64 << 20
 
 
@@ -179,7 +184,7 @@ class Limits:
     the longest). pass_tokens: most tokens one gpu batch brings to a pass. chunk_tokens: tokens computed at
     once. logit_rows: most rows of logits of one gpu batch in a pass (None: one per sequence).
     attention_staging_bytes: aimed size of the buffer that gathers K and V for attention (one sequence always
-    fits); also that of explicit attention scores.
+    fits); also that of explicit attention scores. weights_slots: units of streamed weights that are held at once.
     """
 
     max_tokens: int
@@ -189,9 +194,10 @@ class Limits:
     mean_pages: float | None = None
     logit_rows: int | None = None
     attention_staging_bytes: int = DEFAULT_ATTENTION_STAGING_BYTES
+    weights_slots: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "pass_tokens", "chunk_tokens", "attention_staging_bytes"):
+        for name in ("max_tokens", "pass_tokens", "chunk_tokens", "attention_staging_bytes", "weights_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.logit_rows is not None and self.logit_rows < 1:
@@ -199,6 +205,11 @@ class Limits:
         if self.mean_pages is not None and self.mean_pages < 0:
             raise ValueError(f"mean_pages must not be negative, got {self.mean_pages}")
         check_page_tokens(self.page_tokens)
+
+    @property
+    def depths(self) -> Depths:
+        """Slots of all rings of a run."""
+        return Depths(weights=self.weights_slots, weights_staging=self.weights_slots)
 
 
 def limits_for(
@@ -210,6 +221,7 @@ def limits_for(
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     max_pass_tokens: int = MAX_PASS_TOKENS,
     attention_staging_bytes: int = DEFAULT_ATTENTION_STAGING_BYTES,
+    weights_slots: int = 2,
 ) -> Limits:
     """The limits of a block of this shape; the one rule for planner and runtime.
 
@@ -232,4 +244,5 @@ def limits_for(
         mean_pages=workload.mean_full_pages(page_tokens),
         logit_rows=min(pass_tokens, chunk_tokens) if workload.scoring else gpu_batch_size,
         attention_staging_bytes=attention_staging_bytes,
+        weights_slots=weights_slots,
     )

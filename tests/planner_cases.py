@@ -8,7 +8,6 @@ from policy.cost import CostModel
 from policy.footprint import ModelFootprint, decoder_footprint
 from policy.hardware import AttentionRates, Curve, Hardware
 from policy.lp import Problem, make_problem
-from policy.schedule import Depths
 from policy.workload import Workload, limits_for
 
 MIB = 1 << 20
@@ -99,6 +98,7 @@ def problem(
     weight_format: str = "f16",
     cache_format: str = "f16",
     n_buckets: int = 3,
+    weights_slots: int = 2,
 ) -> Problem:
     workload = workload or Workload(prompt_len=100, gen_len=12)
     limits = limits_for(
@@ -108,6 +108,7 @@ def problem(
         page_tokens=16,
         chunk_tokens=256,
         attention_staging_bytes=1 << 18,
+        weights_slots=weights_slots,
     )
     cost = CostModel(
         footprint or model(),
@@ -121,4 +122,4 @@ def problem(
         schedule=schedule,
         overlap=overlap,
     )
-    return make_problem(cost, workload, depths=Depths(), n_buckets=n_buckets)
+    return make_problem(cost, workload, n_buckets=n_buckets)

@@ -156,6 +156,28 @@ def test_memory_to_work_in_shrinks_before_weights_leave_memory():
     assert streamed.weights.disk_frac > 0
 
 
+def test_three_units_of_streamed_weights_are_held_where_there_is_room():
+    def choice(cpu_bytes):
+        policy, limits = default_policy(
+            footprint(),
+            Wish(gpu_batch_size=4, weights=Placement(disk_frac=1.0)),
+            budgets=TierBudgets(cpu_bytes=cpu_bytes, disk_bytes=1 << 30),
+            first_tier=Tier.CPU,
+            compute_dtype="f32",
+            max_model_len=128,
+            prompt_len=64,
+            gen_len=8,
+        )
+        plan = memory_plan(footprint(), policy, limits, first_tier=Tier.CPU, compute_dtype="f32")
+        return limits, plan
+
+    limits, plan = choice(1 << 30)
+    assert limits.weights_slots == plan.n_weights_slots == 3
+    fewer, smaller = choice(plan.tier_bytes(Tier.CPU) - 1)
+    assert fewer.weights_slots == smaller.n_weights_slots == 2 and fewer.chunk_tokens == limits.chunk_tokens
+    assert plan.tier_bytes(Tier.CPU) - smaller.tier_bytes(Tier.CPU) == plan.weights_slot_bytes
+
+
 def test_a_budget_too_small_for_anything_names_the_least_that_would_do():
     with pytest.raises(ValueError, match=r"short by .* the least that would do is --cpu-mem \d+"):
         default_policy(

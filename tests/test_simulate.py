@@ -159,6 +159,26 @@ def test_blocks_repeat_a_static_run() -> None:
     assert seconds[1] == pytest.approx(3 * seconds[0])
 
 
+def test_a_third_slot_for_weights_hides_that_units_differ_in_size() -> None:
+    """Reading and computing level: with two slots the next MLP waits until the last one has been computed."""
+
+    def seconds(slots: int, rate: float) -> tuple[float, dict[Lane, float]]:
+        hardware = cases.cpu_machine(cpu_mem_bytes=64 * cases.MIB, disk_read_bytes_per_s=rate, sharing={})
+        footprint = cases.model(hidden_size=512, n_layers=12, ffn_size=2048)
+        problem = cases.problem(footprint, hardware, num_gpu_batches=1, weights_slots=slots)
+        run = run_of(problem, (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0))
+        states = [problem.passes[1][0]] * 8
+        timed = list(run.timed_ops(states, ends=True))
+        busy = {lane: sum(s for o, s in timed if o.lane is lane) for lane in (Lane.DISK_READ, Lane.COMPUTE)}
+        return run_lanes(timed, len(states))[-1], busy
+
+    _, busy = seconds(2, 1e8)
+    level = 1e8 * busy[Lane.DISK_READ] / busy[Lane.COMPUTE]
+    two, three = seconds(2, level)[0], seconds(3, level)[0]
+    assert two > 1.3 * busy[Lane.COMPUTE]
+    assert three < 1.05 * busy[Lane.COMPUTE]
+
+
 def test_limits_are_shared_with_the_runtime() -> None:
     limits = limits_for(Workload(prompt_len=60, gen_len=8), gpu_batch_size=4, schedule="static")
     assert limits.pass_tokens == 240 and limits.chunk_tokens == 240 and limits.logit_rows == 4
