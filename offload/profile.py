@@ -87,19 +87,19 @@ def typical_seconds(
 def random_weight(shape: tuple[int, int], fmt: WeightFormat, device: Device) -> Tensor | PackedTensor:
     """A matrix of that format with arbitrary finite content."""
     if fmt.is_plain:
-        return (
-            torch.randn(shape, dtype=torch.float32)
-            .to(getattr(torch, fmt.plain_dtype))
-            .to(device.torch_device)
-        )
+        return _random(shape, getattr(torch, fmt.plain_dtype), device)
     buffer = torch.randint(0, 64, (fmt.nbytes(shape),), dtype=torch.uint8)
     return PackedTensor(fmt, shape, buffer.to(device.torch_device))
 
 
+def _random(shape: tuple[int, int], dtype: torch.dtype, device: Device) -> Tensor:
+    # In place: beside a run that fills its budget there is no room for the same in fp32.
+    return torch.empty(shape, dtype=dtype, device=device.torch_device).normal_()
+
+
 def gemm_seconds(shape: tuple[int, int], tokens: int, dtype: torch.dtype, device: Device) -> float:
     """One linear layer with an unpacked weight (out, in) and that many tokens."""
-    weight = torch.randn(shape, dtype=torch.float32).to(dtype).to(device.torch_device)
-    x = torch.randn((tokens, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
+    weight, x = _random(shape, dtype, device), _random((tokens, shape[1]), dtype, device)
     return best_seconds(lambda: linear(x, weight), device)
 
 
@@ -108,7 +108,7 @@ def packed_linear_seconds(
 ) -> float:
     """One linear layer of few tokens, multiplied with the packed weight as it is."""
     weight = random_weight(shape, fmt, device)
-    x = torch.randn((tokens, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
+    x = _random((tokens, shape[1]), dtype, device)
     return best_seconds(lambda: linear(x, weight), device)
 
 
