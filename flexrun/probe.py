@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flexrun.audit import MeteredEngine, run_record
+from flexrun.audit import MeteredEngine, run_record, warm_up
 from flexrun.llm import LLM
 from flexrun.request import SamplingParams
 from offload.device import Device
@@ -227,9 +227,10 @@ def _run(probe: Probe, folder: Path, device: Device) -> RunRecord:
         num_requests=n,
         disk_dir=folder / "spill",
     ) as llm:
-        meter = MeteredEngine(llm)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(1, 8192, (n, probe.prompt_len), generator=generator).tolist()
+        warm_up(llm, prompts[0], max_tokens=2)
+        meter = MeteredEngine(llm)
         params = SamplingParams(temperature=0.0, max_tokens=probe.gen_len, ignore_eos=True)
         for i, prompt in enumerate(prompts):
             meter.add_request(f"probe-{i}", prompt, params)

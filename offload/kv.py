@@ -212,7 +212,9 @@ class LayerCache:
             table, page_arenas = chunk.tables(self.n_resident)
             arenas = (self.resident, self.staged)  # type: ignore[assignment]
         assert self.tails is not None
+        shapes = tuple(arena.shape for arena in (*arenas, self.tails))
         return PagedBatch(
+            tables_checked=chunk.seen_with(shapes),
             fmt=self.shape.fmt,
             page_tokens=self.shape.page_tokens,
             n_kv_heads=self.shape.n_kv_heads,

@@ -97,6 +97,13 @@ class ChunkAttention:
             self._indices_on[device] = Indices(*(t.to(device) for t in self.indices))
         return self._indices_on[device]
 
+    def seen_with(self, shapes: tuple[torch.Size, ...]) -> bool:
+        """Whether a layer before used these lengths and tables on memory of these shapes; true from then on."""
+        key = ("seen with", shapes)
+        seen = key in self._memo
+        self._memo[key] = True
+        return seen
+
     def tables(self, n_resident: int) -> tuple[Tensor, Tensor]:
         """The page table for two arenas, the first holding n_resident slots: slots within their arena, and
         which arena (0 or 1); int32 (rows, max pages) each."""

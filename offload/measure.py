@@ -33,6 +33,7 @@ from offload.profile import copy_bytes_per_s, random_weight, typical_seconds, wr
 from offload.units import AttentionParams
 from policy.hardware import AttentionRates, Curve, Hardware
 from policy.tiers import Tier
+from quant import pointwise
 from quant.formats import parse_format
 from quant.kv import decode_pages, encode_pages
 from quant.kv_formats import parse_cache_format
@@ -238,12 +239,17 @@ def _elementwise(device: Device, dtype: torch.dtype) -> float:
     gate_up = torch.randn((tokens, 2 * ffn)).to(dtype).to(device.torch_device)
     weight = torch.ones(hidden, device=device.torch_device)
 
-    def work() -> torch.Tensor:
+    def fused() -> torch.Tensor:
+        normed = pointwise.norm(x, weight, None, eps=1e-5, centered=False)
+        return normed.add_(pointwise.gate(gate_up, "silu")[:, :hidden])
+
+    def by_torch() -> torch.Tensor:
         normed = torch.nn.functional.rms_norm(x.float(), (hidden,), weight, 1e-5).to(x.dtype)
         gate, up = gate_up.chunk(2, dim=-1)
         inner = torch.nn.functional.silu(gate).mul_(up)
-        return x + normed + inner[:, :hidden]
+        return normed.add_(inner[:, :hidden])
 
+    work = fused if pointwise.fits(x) else by_torch
     counted = tokens * (hidden + 2 * ffn + ffn + hidden) * dtype.itemsize
     return counted / typical_seconds({"work": work}, device, rounds=15)["work"]
 

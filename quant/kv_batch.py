@@ -28,7 +28,8 @@ class PagedBatch:
     page, or None when all are in arenas[0]; seq_lens, tail_lens, tail_slots: int32 (batch,); tails:
     (n_tail_slots, 2, n_kv_heads, page_tokens, head_dim) in fp32, bf16 or fp16, each slot contiguous, K
     first. Lengths and tables are on the CPU, arenas and tails on one device. Raises ValueError on anything
-    that does not fit together.
+    that does not fit together. tables_checked: the same lengths and tables were checked before, with arenas and tails
+    of the same shapes: those of the layers of one pass are.
     """
 
     fmt: CacheFormat
@@ -42,11 +43,13 @@ class PagedBatch:
     tails: Tensor
     tail_slots: Tensor
     page_arenas: Tensor | None = None
+    tables_checked: bool = False
 
     def __post_init__(self) -> None:
         check_page_tokens(self.page_tokens)
         self._check_storage()
-        self._check_tables()
+        if not self.tables_checked:
+            self._check_tables()
 
     @property
     def batch(self) -> int:
@@ -150,7 +153,7 @@ class PagedBatch:
 def page_addresses(batch: PagedBatch) -> npt.NDArray[np.int64]:
     """Address of every full page, int64 (batch, max_pages), 0 past a sequence's pages.
 
-    Raises ValueError for a slot or arena number that does not exist.
+    Raises ValueError for a slot or arena number that does not exist, unless the tables were checked before.
     """
     slots = batch.page_slots.numpy().astype(np.int64)
     used = np.arange(slots.shape[1]) < batch.full_pages().numpy()[:, None]  # (batch, max_pages)
@@ -165,10 +168,10 @@ def page_addresses(batch: PagedBatch) -> npt.NDArray[np.int64]:
         number = np.zeros((1, 1), dtype=np.int64)
     else:
         number = np.where(used, batch.page_arenas.numpy(), 0)
-        if number.size and (number.min() < 0 or number.max() >= len(base)):
+        if not batch.tables_checked and number.size and (number.min() < 0 or number.max() >= len(base)):
             raise ValueError(f"page_arenas must be 0..{len(base) - 1}, got {number.min()}..{number.max()}")
-    wrong = used & ((slots < 0) | (slots >= n_slots[number]))
-    if wrong.any():
+    wrong = used & ((slots < 0) | (slots >= n_slots[number])) if not batch.tables_checked else None
+    if wrong is not None and wrong.any():
         row, page = (int(index) for index in np.argwhere(wrong)[0])
         raise ValueError(
             f"page {page} of sequence {row} is in slot {slots[row, page]}, "
