@@ -92,6 +92,7 @@ class Engine:
             self._executor.allocator,
             schedule=runtime.policy.schedule,
             pass_tokens=runtime.limits.pass_tokens,
+            compact=runtime.plan.n_weights_slots == 0,
         )
         self._requests: dict[str, _Request] = {}
         self._finished_early: list[RequestOutput] = []

@@ -96,9 +96,14 @@ class Scheduler:
 
     pass_tokens: most tokens one gpu batch brings to a pass, at least gpu_batch_size. Prompts of more tokens are
     computed over several passes, in pieces that end at multiples of SEGMENT_TOKENS.
+    compact: few sequences go into as few gpu batches as have slots for them, where each fills over several passes.
+    That is the better choice where a pass streams no weights: a gpu batch of few rows costs a kernel launch, or a
+    walk over the weights, like one of many.
     """
 
-    def __init__(self, allocator: PageAllocator, *, schedule: ScheduleName, pass_tokens: int) -> None:
+    def __init__(
+        self, allocator: PageAllocator, *, schedule: ScheduleName, pass_tokens: int, compact: bool = False
+    ) -> None:
         shape = allocator.shape
         if pass_tokens < max(shape.gpu_batch_size, 1):
             raise ValueError(
@@ -107,6 +112,7 @@ class Scheduler:
         self._allocator = allocator
         self._schedule = schedule
         self._pass_tokens = pass_tokens
+        self._compact = compact
         self._waiting: deque[Completion] = deque()
         self._running: list[list[Completion]] = [[] for _ in range(shape.num_gpu_batches)]
 
@@ -157,7 +163,15 @@ class Scheduler:
         """Steps of each gpu batch (some may be empty); running sequences first, then prompts."""
         if self._schedule == "static":
             return self._next_static_pass()
-        return [self._refilled(j) for j in range(len(self._running))]
+        rows = self._allocator.shape.gpu_batch_size
+        n_open = -(-(self.num_running + self.num_waiting) // rows) if self._compact else len(self._running)
+        plan: list[list[Step]] = []
+        for j, running in enumerate(self._running):
+            plan.append(self._refilled(j, admits=j < n_open))
+            # A batch may have slots left and no pages: what waits goes to the next one.
+            if self._waiting and len(running) < rows:
+                n_open += not self._allocator.has_pages(j, self._waiting[0].total_tokens)
+        return plan
 
     def _next_static_pass(self) -> list[list[Step]]:
         if self.num_running == 0:
@@ -176,8 +190,8 @@ class Scheduler:
             plan.append(steps)
         return plan
 
-    def _refilled(self, j: int) -> list[Step]:
-        """The steps of gpu batch j, waiting sequences admitted while there are slots, pages and room."""
+    def _refilled(self, j: int, *, admits: bool) -> list[Step]:
+        """The steps of gpu batch j; if it admits, waiting sequences come in while there are slots, pages and room."""
         running = self._running[j]
         decoding = [c for c in running if not c.in_prompt]
         room = self._pass_tokens - len(decoding)
@@ -186,7 +200,7 @@ class Scheduler:
             if not prompts:
                 room += _make_room(decoding, _least_piece(completion) - room)
             room -= self._prompt_step(completion, room, prompts)
-        while self._waiting:
+        while self._waiting and admits:
             completion = self._waiting[0]
             short = _least_piece(completion) - room
             # A first prompt may push running sequences out of this pass, further ones may not.

@@ -110,10 +110,14 @@ class PageAllocator:
     def admit(self, batch: int, total_tokens: int) -> CacheSequence | None:
         """A place for a sequence in that gpu batch, or None while rows or pages are short."""
         need = self.pages_needed(total_tokens)
-        if not self._free_rows[batch] or len(self._free_slots[batch]) - self._promised[batch] < need:
+        if not self._free_rows[batch] or not self.has_pages(batch, total_tokens):
             return None
         self._promised[batch] += need
         return CacheSequence(batch=batch, row=heapq.heappop(self._free_rows[batch]), reserved_pages=need)
+
+    def has_pages(self, batch: int, total_tokens: int) -> bool:
+        """Whether that gpu batch has pages, not promised to others, for a sequence of so many tokens."""
+        return len(self._free_slots[batch]) - self._promised[batch] >= self.pages_needed(total_tokens)
 
     def take_page(self, sequence: CacheSequence) -> int:
         """The lowest free slot, for a page of `sequence` that fills in this pass."""

@@ -23,6 +23,7 @@ def make(
     slots: int = 100,
     pass_tokens: int = 512,
     schedule: ScheduleName = "refill",
+    compact: bool = False,
 ) -> tuple[Scheduler, PageAllocator]:
     import torch
 
@@ -38,7 +39,8 @@ def make(
         page_tokens=PAGE,
     )
     allocator = PageAllocator(shape)
-    return Scheduler(allocator, schedule=schedule, pass_tokens=pass_tokens), allocator
+    scheduler = Scheduler(allocator, schedule=schedule, pass_tokens=pass_tokens, compact=compact)
+    return scheduler, allocator
 
 
 def completion(name: str, prompt_len: int, max_tokens: int = 1, index: int = 0) -> Completion:
@@ -228,3 +230,30 @@ def test_random_loads_finish_within_their_limits(seed: int, schedule: ScheduleNa
 def test_a_pass_must_hold_one_token_of_every_row() -> None:
     with pytest.raises(ValueError, match=r"gpu batch size \(8\), got 7"):
         make(rows=8, pass_tokens=7)
+
+
+@pytest.mark.parametrize(("compact", "wanted"), [(True, [6, 4, 0, 0]), (False, [4, 4, 2, 0])])
+def test_few_sequences_share_few_gpu_batches_where_no_weights_are_streamed(compact, wanted):
+    """Four prompts of 100 tokens fit into a pass of a gpu batch."""
+    scheduler, allocator = make(rows=8, batches=4, pass_tokens=440, compact=compact)
+    for i in range(10):
+        scheduler.add(completion(str(i), 100, max_tokens=50))
+    for _ in range(4):
+        advance(scheduler, allocator, scheduler.next_pass())
+    assert [sum(c.place.batch == j for c in scheduler.running()) for j in range(4)] == wanted
+    assert scheduler.num_waiting == 0
+
+
+def test_compact_sequences_move_on_where_a_batch_lacks_pages():
+    scheduler, allocator = make(rows=8, batches=2, slots=20, pass_tokens=512, compact=True)
+    for i in range(6):
+        scheduler.add(completion(str(i), 4 * PAGE, max_tokens=2))
+    plan = scheduler.next_pass()
+    assert all(plan), "both gpu batches have pages for some"
+
+
+def test_a_compact_block_is_filled_where_there_is_enough_to_do():
+    scheduler, _ = make(rows=4, batches=3, pass_tokens=64, compact=True)
+    for i in range(100):
+        scheduler.add(completion(str(i), 8, max_tokens=50))
+    assert [len(steps) for steps in scheduler.next_pass()] == [4, 4, 4]
