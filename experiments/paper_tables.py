@@ -34,7 +34,7 @@ from policy.schedule import OpKind
 from policy.search import SearchResult, physical_bound, search
 from policy.simulate import PlacedRun, simulate
 from policy.tiers import Placement, Policy
-from policy.workload import Workload, limits_for
+from policy.workload import WEIGHTS_SLOTS, Workload, limits_for
 
 T4_MEMORY_BYTES_PER_S = 320e9
 UNPACK_SHARE = 0.5
@@ -262,6 +262,7 @@ def plan(
         page_tokens=PAPER_PAGE_TOKENS,
         chunk_tokens=CHUNK_TOKENS,
         unpack_per_batch=not own,
+        weights_slots=WEIGHTS_SLOTS if own else (2,),  # FlexGen buffers twice
         also=(replace(row.policy, overlap=True),),
     )
 

@@ -2,7 +2,8 @@
 
 The bound is the sum over the phases (prefill, decode) of the largest resource time in that phase, for the work
 that the policy cannot avoid: FLOPs of the linear layers at the GEMM rate that a short calibration reaches at
-the run's shapes, unpacking once per pass included; bytes at the bandwidth that a short calibration reaches.
+the run's shapes, unpacking once per pass included; bytes at the bandwidth that a short calibration reaches, or
+the run itself where that was more.
 Attention, norms and sampling are left out of the bound, so a real run cannot reach an efficiency of 1.
 """
 

@@ -42,7 +42,7 @@ from quant.linear import unpack as unpack_weight
 
 GEMM_SHAPE = (5632, 2048)
 GEMM_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-PACKED_TOKENS = (1, 4, 16, 32, 64)
+PACKED_TOKENS = (1, 4, 16, 32, 64)  # as far as packed weights are multiplied as they are
 WEIGHT_FORMATS = ("int8-g64", "int4-g64", "int3-g64", "int2-g64")
 CACHE_FORMATS = ("int8", "int4", "int2")
 DISK_TEST_BYTES = 512 << 20
@@ -122,7 +122,9 @@ def _linear_rates(dtype: torch.dtype, device: Device) -> tuple[dict[str, Curve],
         multiplied = fmt == name or (
             fmt in WEIGHT_FORMATS and crossover_tokens(parsed, dtype) and not device.is_accelerator
         )
-        for n in (GEMM_TOKENS if fmt == name else PACKED_TOKENS) if multiplied else ():
+        most = crossover_tokens(parsed, dtype)
+        few = [*(n for n in PACKED_TOKENS if n < most), most]
+        for n in (GEMM_TOKENS if fmt == name else few) if multiplied else ():
             x = torch.randn((n, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
             works["gemm", fmt, n] = partial(linear, x, weight)
     seconds = typical_seconds(works, device, rounds=5)
@@ -356,10 +358,17 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
     x = torch.ones((1, 64), dtype=dtype, device=device.torch_device)
     weight = torch.ones((64, 64), dtype=dtype, device=device.torch_device)
 
-    def small_unit() -> torch.Tensor:
-        y = linear(torch.nn.functional.rms_norm(x, (64,)), weight)
-        y = torch.nn.functional.silu(y).mul_(y)
-        return x + linear(y, weight)
+    scale, wide = torch.ones(64, device=device.torch_device), torch.ones_like(weight).repeat(2, 1)
+
+    def fused_unit() -> torch.Tensor:
+        y = linear(pointwise.norm(x, scale, None, eps=1e-5, centered=False), wide)
+        return linear(pointwise.gate(y, "silu"), weight).add_(x)
+
+    def torch_unit() -> torch.Tensor:
+        gate, up = linear(torch.nn.functional.rms_norm(x, (64,)), wide).chunk(2, dim=-1)
+        return linear(torch.nn.functional.silu(gate).mul_(up), weight).add_(x)
+
+    small_unit = fused_unit if pointwise.fits(x) else torch_unit
 
     packed = random_weight((64, 64), parse_format("int4-g64"), device)
 

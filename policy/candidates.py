@@ -24,6 +24,8 @@ COARSE_GPU_BATCH_SIZES = GPU_BATCH_SIZES[::2]
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 AUTO_WEIGHT_FORMATS = ("int8-g64", "int4-g64")
 AUTO_CACHE_FORMATS = ("int8", "int4")
+WORTH_A_SLOT = 1.01
+"""How much faster a shape's bound must become by a slot less for weights, for that to be tried."""
 LONG_PROMPT_PASS_TOKENS = 256
 """Tokens that a pass holds at the least where longer prompts than the known ones may come: they are computed in
 pieces of so many (offload.pages.SEGMENT_TOKENS)."""
@@ -50,7 +52,7 @@ class Shape:
         """Candidates of one kind are alike in how far their lanes overlap."""
         share = round(2 * self.n_cpu_attention / self.num_gpu_batches)
         few = self.num_gpu_batches.bit_length()
-        return self.schedule, self.weight_format, self.cache_format, share, few
+        return self.schedule, self.weight_format, self.cache_format, share, few, self.weights_slots
 
 
 class Candidates:
@@ -68,12 +70,15 @@ class Candidates:
         chunk_tokens: int,
         page_tokens: int,
         unpack_per_batch: bool,
+        weights_slots: Sequence[int],
     ) -> None:
         self.footprint, self.hardware, self.workload = footprint, hardware, workload
         self.max_tokens = max_tokens
         self.schedules, self.overlap = schedules, overlap
         self.chunk_tokens, self.page_tokens = chunk_tokens, page_tokens
         self.unpack_per_batch = unpack_per_batch
+        # Without overlap every operation waits for the one before.
+        self.weights_slots = sorted(weights_slots, reverse=True) if overlap else [min(weights_slots)]
 
     def limits(self, shape: Shape) -> Limits:
         """The limits of a block: of the workload, and room for one sequence of `max_tokens` in each gpu batch."""
@@ -139,12 +144,25 @@ class Candidates:
                                     cache_format=cf,
                                     n_cpu_attention=round(fraction * n),
                                     schedule=schedule,
+                                    weights_slots=self.weights_slots[0],
                                 )
                                 found[shape] = None
         return list(found)
 
+    def options(self, shape: Shape) -> list[tuple[float, Shape, lp.Problem]]:
+        """(bound, shape, problem) of a shape that may fit, and of the same with fewer slots for weights where the
+        memory that this leaves may be worth more than a slot."""
+        found: list[tuple[float, Shape, lp.Problem]] = []
+        for slots in [n for n in self.weights_slots if n <= shape.weights_slots]:
+            slim = dataclasses.replace(shape, weights_slots=slots)
+            problem = self.problem(slim)
+            bound = self.bound(problem, slim)
+            if bound > max((WORTH_A_SLOT * other for other, _, _ in found), default=0.0):
+                found.append((bound, slim, problem))
+        return found
+
     def around(self, shape: Shape) -> list[Shape]:
-        """Shapes between the grid's points next to a good one, and these with fewer slots for weights."""
+        """Shapes between the grid's points next to a good one."""
         sizes = {max(1, round(shape.gpu_batch_size * f)) for f in (0.75, 0.85, 1.0, 1.15, 1.3)}
         counts = {max(1, shape.num_gpu_batches + d) for d in (-2, -1, 0, 1, 2)}
         return [
@@ -153,11 +171,10 @@ class Candidates:
                 gpu_batch_size=gbs,
                 num_gpu_batches=n,
                 n_cpu_attention=min(n, round(shape.n_cpu_attention / shape.num_gpu_batches * n)),
-                weights_slots=slots,
+                weights_slots=self.weights_slots[0],
             )
             for gbs in sorted(sizes)
             for n in sorted(counts)
-            for slots in WEIGHTS_SLOTS
         ]
 
     def throughput(self, problem: lp.Problem, seconds_per_token: float, shape: Shape) -> float:

@@ -18,7 +18,7 @@ from policy.prediction import SIMULATED_OPS, simulate_whole
 from policy.rounding import Rounded, evaluate, excess_bytes, improve, plan_memory, round_solution
 from policy.simulate import PlacedRun, Simulation, simulate
 from policy.tiers import Policy
-from policy.workload import WEIGHTS_SLOTS, Workload
+from policy.workload import Workload
 
 STOP_GAIN = 1.01
 """A candidate is placed only if its bound promises at least this factor over the best found."""
@@ -90,7 +90,7 @@ class Searcher:
 
     def given(self, policy: Policy) -> Found | None:
         """A policy that the caller names, as a candidate; None if it does not fit."""
-        for slots in WEIGHTS_SLOTS:
+        for slots in self.space.weights_slots:
             shape = Shape(
                 gpu_batch_size=policy.gpu_batch_size,
                 num_gpu_batches=policy.num_gpu_batches,
@@ -116,13 +116,12 @@ class Searcher:
         then divided out of the bounds of that kind.
         """
         heap: list[tuple[float, int, int, Shape, lp.Problem]] = []
-        for order, shape in enumerate(s for s in shapes if s not in found):
+        for given in shapes:
             self.n_candidates += 1
-            problem = self.space.problem(shape)
-            bound = self.space.bound(problem, shape)
-            if bound > 0:
-                # Among equal bounds the smaller block has the lower latency.
-                heap.append((-bound, shape.block, order, shape, problem))
+            for bound, shape, problem in self.space.options(given):
+                if shape not in found:
+                    # Among equal bounds the smaller block has the lower latency.
+                    heap.append((-bound, shape.block, len(heap), shape, problem))
         heapq.heapify(heap)
         best = max((f.tokens_per_s for f in found.values() if f is not None), default=0.0)
         adjusted: set[Shape] = set()

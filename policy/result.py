@@ -122,6 +122,7 @@ def infeasible(
                 cache_format=cf,
                 n_cpu_attention=0,
                 schedule=schedule,
+                weights_slots=space.weights_slots[-1],
             )
             options.append(lp.shortage(space.problem(shape)))
         return min(options, key=lambda s: sum(s.values()))

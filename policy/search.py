@@ -7,7 +7,6 @@ the winner is simulated in full length (policy.prediction) and described (policy
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 import types
@@ -67,6 +66,7 @@ def search(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     page_tokens: int = DEFAULT_PAGE_TOKENS,
     unpack_per_batch: bool = False,
+    weights_slots: Sequence[int] = WEIGHTS_SLOTS,
     also: Sequence[Policy] = (),
     full_simulation: bool = False,
 ) -> SearchResult:
@@ -75,7 +75,8 @@ def search(
     Budgets replace the hardware's capacities. weight_format and cache_format: None keeps the checkpoint's
     and the compute dtype, "auto" also tries int8 and int4, any other name is used as it is. gpu_batch_size,
     num_gpu_batches: fix the block's shape. max_tokens: longest sequence to have memory for, one in each gpu batch,
-    where that is more than the workload's longest. also: policies that compete too, if they fit.
+    where that is more than the workload's longest. weights_slots: units of streamed weights to be held at once,
+    the numbers to choose from. also: policies that compete too, if they fit.
     Raises ValueError for unknown formats or nonsense; memory that does not suffice is no exception but
     `SearchResult.infeasible`.
     """
@@ -106,6 +107,7 @@ def search(
         chunk_tokens=chunk_tokens,
         page_tokens=page_tokens,
         unpack_per_batch=unpack_per_batch,
+        weights_slots=weights_slots,
     )
     searcher = Searcher(space)
     three = hardware.first_tier is Tier.GPU
@@ -130,8 +132,7 @@ def search(
     placed = [f for f in found.values() if f is not None]
     if not placed:
         # Bounds order candidates by speed; where memory is short only the smallest block may fit.
-        smallest = space.shapes(sizes[:1], counts[:1], weights, caches, fractions[:1])
-        least = [dataclasses.replace(s, weights_slots=n) for s in smallest for n in WEIGHTS_SLOTS[1:]]
+        least = space.shapes(sizes[:1], counts[:1], weights, caches, fractions[:1])
         searcher.explore(least, found, len(least))
         placed = [f for f in found.values() if f is not None]
     if not placed:
@@ -180,8 +181,7 @@ def _front(
         if any(block / 2 < b <= block for b in blocks):
             continue
         options = [s for s in candidates if s.block == block and s not in found]
-        bounded = [(searcher.space.bound(p, s), s, p) for s in options for p in [searcher.space.problem(s)]]
-        bounded = [item for item in bounded if item[0] > 0]
+        bounded = [item for s in options for item in searcher.space.options(s)]
         if bounded:
             _, shape, problem = max(bounded, key=lambda item: item[0])
             placed = found[shape] = searcher.place(shape, problem, best.tokens_per_s)

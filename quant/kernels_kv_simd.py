@@ -295,6 +295,17 @@ def min8(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def quiet8(typingctx: Any, a: Any) -> Any:
+    """The same with every NaN made one that stays a NaN when it is narrowed to bf16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        nan = builder.bitcast(_constant(_vec_i32, 0x7FC00000), _vec_f32)
+        return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), nan, args[0])
+
+    return float32x8(float32x8), codegen
+
+
+@intrinsic
 def first_lanes8(typingctx: Any, count: Any, a: Any, b: Any) -> Any:
     """Lanes below count from a, the others from b."""
 

@@ -24,6 +24,7 @@ from quant.kernels_kv_simd import (
     max8,
     min8,
     mul8,
+    quiet8,
     splat8,
     store_as,
     store_first_as,
@@ -47,6 +48,7 @@ def _load(address: Any, n_left: int, tag: Any) -> Any:
 
 @njit
 def _store(address: Any, value: Any, n_left: int, tag: Any) -> None:
+    value = quiet8(value)
     if n_left >= 8:
         store_as(address, value, tag)
     else:
@@ -188,6 +190,7 @@ def gate_rows(
                 gate = _load(at + j * item, left, tag)
                 up = _load(at + (size + j) * item, left, tag)
                 factor = _sigmoid_factor(gate, kind)
-                # Far below zero the quotient is zero, for the largest numbers too. The order keeps a NaN.
+                # Far below zero the quotient is zero, for the largest numbers too; infinity less itself is NaN.
+                wrong = sub8(gate, gate)
                 gate = max8(splat8(np.float32(-1e4)), gate)
-                _store(to + j * item, mul8(div8(gate, factor), up), left, tag)
+                _store(to + j * item, mul8(add8(div8(gate, factor), wrong), up), left, tag)

@@ -5,7 +5,7 @@ import torch
 from numba.core import config
 
 # `threadsafe` admits OpenMP and TBB and never `workqueue`, which aborts when two lanes compute at once.
-# OpenMP first: it shares its sleeping workers' cores with torch's own pool.
+# OpenMP first: its workers are those of torch's own pool where torch was loaded first.
 if config.THREADING_LAYER in ("default", "workqueue"):
     config.THREADING_LAYER = "threadsafe"
     config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]

@@ -42,6 +42,7 @@ def record(schedule: str = "static", prompt_len: int = 100, gen_len: int = 12) -
         page_tokens=16,
         chunk_tokens=256,
         attention_staging_bytes=1 << 18,
+        weights_slots=3,
     )
     return RunRecord(
         machine="test",

@@ -118,7 +118,7 @@ SLOW_POLICIES: list[tuple[int | None, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("gpu_bytes", "options"), SLOW_POLICIES)
 def test_slow_lanes_and_poisoned_buffers_change_nothing(
     gpu_bytes: int | None, options: dict[str, Any], depth: int, folder: Path

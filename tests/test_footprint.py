@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from policy.footprint import KvShape, UnitFootprint, decoder_footprint, packed_unit_nbytes
 from policy.memory_plan import cpu_attention_flags, memory_plan, pages_by_tier, unit_homes
 from policy.passes import pass_series
-from policy.schedule import Depths
 from policy.tiers import Placement, Policy, Tier
 from policy.workload import Limits, Workload, limits_for
 from quant.kv_formats import parse_cache_format
@@ -217,7 +216,7 @@ def test_every_byte_is_at_home_somewhere(
     assert (plan.n_weights_slots == 0) == (not streamed)
     assert unit_homes(fp, policy) == plan.unit_homes
     assert plan.planned_bytes.keys() <= {"gpu", "cpu", "disk"}
-    assert Depths().weights >= plan.n_weights_slots
+    assert limits.depths.weights >= plan.n_weights_slots
 
 
 def test_static_series_counts_every_token_once() -> None:

@@ -68,7 +68,7 @@ def test_a_gate_takes_numbers_of_any_size(name):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so_in_its_own_row(dtype, wrong):
     """The engine finds broken sequences by their logits; nothing on the way may hide them."""
     x = torch.randn(4, 2, 24).to(dtype)
@@ -80,6 +80,14 @@ def test_what_is_not_finite_stays_so_in_its_own_row(dtype, wrong):
     assert not gated[1].isfinite().all()
     for out in (normed, turned, gated):
         assert out[torch.arange(4) != 1].isfinite().all()
+
+
+def test_a_damaged_norm_shows():
+    """All bits set is a NaN whose narrowing to bf16 would carry over to zero."""
+    x, scale = torch.randn(2, 16).bfloat16(), torch.ones(16)
+    scale.view(torch.int32)[5] = -1
+    out = pointwise.norm(x, scale, None, eps=1e-5, centered=False)
+    assert out[:, 5].isnan().all() and out.isnan().sum() == 2
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -43,7 +43,7 @@ def test_every_plan_is_covered_by_a_ring(
     footprint: ModelFootprint, fmt: str, away: int, on_disk: int, n_slots: int
 ) -> None:
     """Some ring needs no more, on every tier, than the plan does; or everything could rest at home."""
-    depths = Depths(weights=n_slots)
+    depths = Depths(weights=n_slots, weights_staging=n_slots)
     disk_frac = min(on_disk, away) / 40
     weights = Placement(gpu_frac=1 - away / 40, cpu_frac=away / 40 - disk_frac, disk_frac=disk_frac)
     home = Placement.all_on(Tier.GPU)

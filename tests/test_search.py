@@ -162,6 +162,30 @@ def test_a_named_policy_competes() -> None:
     assert (both.best.policy.gpu_batch_size, both.best.policy.num_gpu_batches) == (7, 3)
 
 
+def test_a_slot_less_for_weights_is_taken_where_memory_is_short() -> None:
+    """The whole space of blocks stays open, not the smallest alone."""
+    footprint, work = cases.model(ffn_size=4096), Workload(prompt_len=32, gen_len=8)
+    roomy = cases.cpu_machine(cpu_mem_bytes=200 * cases.MIB, sharing={})
+    forced: dict[str, Any] = {"gpu_batch_size": 8, "num_gpu_batches": 2}
+    streamed = Placement(disk_frac=1.0)
+    home = Placement(cpu_frac=1.0)
+    policy = Policy(weights=streamed, cache=home, activations=home, gpu_batch_size=8, num_gpu_batches=2)
+    plenty = found(footprint, roomy, work, **forced)
+    assert plenty.limits is not None
+    limits = {n: dataclasses.replace(plenty.limits, weights_slots=n) for n in (2, 3)}
+    needs = {
+        n: memory_plan(footprint, policy, x, first_tier=Tier.CPU, compute_dtype="f16").tier_bytes(Tier.CPU)
+        for n, x in limits.items()
+    }
+    between = dataclasses.replace(roomy, cpu_mem_bytes=(needs[2] + needs[3]) / 2)
+    assert needs[3] > needs[2]
+    tight = found(footprint, between, work)
+    assert tight.best is not None and tight.limits is not None
+    assert tight.limits.weights_slots == 2
+    assert tight.best.policy.gpu_batch_size * tight.best.policy.num_gpu_batches >= 8
+    assert found(footprint, roomy, work, overlap=False, **forced).limits.weights_slots == 2  # type: ignore[union-attr]
+
+
 def test_front_is_pareto_optimal_and_ordered() -> None:
     front = plain().front
     assert len(front) >= 3
