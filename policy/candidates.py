@@ -24,7 +24,7 @@ COARSE_GPU_BATCH_SIZES = GPU_BATCH_SIZES[::2]
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 AUTO_WEIGHT_FORMATS = ("int8-g64", "int4-g64")
 AUTO_CACHE_FORMATS = ("int8", "int4")
-WORTH_A_SLOT = 1.01
+WORTH_A_SLOT = 1.001
 """How much faster a shape's bound must become by a slot less for weights, for that to be tried."""
 LONG_PROMPT_PASS_TOKENS = 256
 """Tokens that a pass holds at the least where longer prompts than the known ones may come: they are computed in

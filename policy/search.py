@@ -45,6 +45,7 @@ __all__ = [
 MAX_PLACED = 36
 MAX_PLACED_NEAR = 16
 RANKED = 4
+LEAN_LOSS = 0.005
 
 
 def search(
@@ -153,6 +154,10 @@ def search(
     simulated = searcher.simulate(best, full=full_simulation)
     best.latency_seconds = latency_seconds(simulated[2], workload, schedule=best.shape.schedule)
     front = _front(searcher, candidates, found, best)
+    lean = _leanest(searcher, found, best)
+    if lean is not best:
+        best, simulated = lean, searcher.simulate(lean, full=full_simulation)
+        best.latency_seconds = latency_seconds(simulated[2], workload, schedule=best.shape.schedule)
     return describe(searcher, best, simulated, front, began)
 
 
@@ -167,6 +172,23 @@ def _rank(searcher: Searcher, placed: Sequence[Found]) -> Found:
         if best is None or found.tokens_per_s > best.tokens_per_s:
             best = found
     assert best is not None
+    return best
+
+
+def _leanest(searcher: Searcher, found: dict[Shape, Found | None], best: Found) -> Found:
+    """The smallest block that is as fast as the best but for LEAN_LOSS: memory and latency for nothing help nobody."""
+    near = [
+        f
+        for f in found.values()
+        if f is not None
+        and f.shape.block < best.shape.block
+        and f.tokens_per_s >= (1 - LEAN_LOSS) * best.tokens_per_s
+    ]
+    for candidate in sorted(near, key=lambda f: (f.shape.block, -f.tokens_per_s))[:RANKED]:
+        if not candidate.simulated:
+            searcher.settle(candidate)
+        if candidate.tokens_per_s >= (1 - LEAN_LOSS) * best.tokens_per_s:
+            return candidate
     return best
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from policy import search as search_module
 from policy.audit import placed_run, series_of
-from policy.hardware import Hardware
+from policy.hardware import Curve, Hardware
 from policy.memory_plan import memory_plan
 from policy.passes import pass_series
 from policy.prediction import make_plan, simulate_whole
@@ -184,6 +184,26 @@ def test_a_slot_less_for_weights_is_taken_where_memory_is_short() -> None:
     assert tight.limits.weights_slots == 2
     assert tight.best.policy.gpu_batch_size * tight.best.policy.num_gpu_batches >= 8
     assert found(footprint, roomy, work, overlap=False, **forced).limits.weights_slots == 2  # type: ignore[union-attr]
+
+
+def test_a_larger_block_that_gains_nothing_is_not_taken() -> None:
+    """Everything in memory, products at their full rate from few sequences on: more of them only wait longer."""
+    flat = {"f16": Curve(tokens=(1, 8, 512), flops_per_s=(2e9, 2e11, 2e11))}
+    hardware = cases.cpu_machine(cpu_mem_bytes=2000 * cases.MIB, sharing={}, gemm=flat)
+    result = found(cases.model(), hardware, WORK, schedules=("refill",))
+    assert result.best is not None
+    fastest = max(point.generated_tokens_per_s for point in result.front)
+    mine = result.best.predicted["generated_tokens_per_s"]
+    assert mine >= 0.99 * fastest
+    policy = result.best.policy
+    smaller = [
+        point
+        for point in result.front
+        if point.policy.gpu_batch_size * point.policy.num_gpu_batches
+        < policy.gpu_batch_size * policy.num_gpu_batches
+    ]
+    assert all(point.generated_tokens_per_s < 0.996 * fastest for point in smaller)
+    assert policy.gpu_batch_size * policy.num_gpu_batches < 2048
 
 
 def test_front_is_pareto_optimal_and_ordered() -> None:
