@@ -32,6 +32,13 @@ def has_native_bf16() -> bool:
 
 
 @lru_cache(maxsize=1)
+def has_amx() -> bool:
+    """Whether this CPU multiplies tiles of bf16 matrices."""
+    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return probe is not None and bool(probe())
+
+
+@lru_cache(maxsize=1)
 def has_numba() -> bool:
     """Whether the CPU kernels can be compiled; imports numba on the first call."""
     if _turned_off("numba"):

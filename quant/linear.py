@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quant import pointwise
 from quant.formats import WeightFormat
-from quant.kernel_choice import has_native_bf16, has_numba
+from quant.kernel_choice import has_amx, has_native_bf16, has_numba
 from quant.packed import PackedTensor, StackedTensor, numpy_views, write_rows
 
 # Largest number of tokens for which the few-token kernel is the faster, on two cores. With AVX2, at 64 tokens it won
@@ -29,6 +30,12 @@ _CROSSOVER_TOKENS_EMULATED_BF16 = 1024
 # bf16 with AMX: products of up to 64 tokens take as long as reading the weight, so unpacking decides. The kernel won
 # at 4 tokens by 15 to 35%, at 8 it was level.
 _CROSSOVER_TOKENS_NATIVE_BF16 = 6
+
+# With AMX the transposed product won for 2 to 64 tokens by 5 to 60%, at all of six shapes; with more only where rows
+# are long against them: at 128 and 256 tokens for rows of 2,048 and 5,632, not of 576 and 1,536.
+_TURNED_TOKENS = 64
+_TURNED_WIDTH = 2048
+_TURNED_WIDTH_PER_TOKEN = 8
 
 
 def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
@@ -123,11 +130,40 @@ def unpack(
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """A weight of x's dtype. The BLAS takes a row stride for its result: columns of a wider out need no copy."""
+    if _is_better_turned(x, weight):
+        columns = x.t()
+        if bias is None:
+            turned = torch.mm(weight, columns)
+        else:
+            turned = torch.addmm(bias.to(x.dtype)[:, None], weight, columns)
+        return pointwise.transpose(turned, x.new_empty(x.shape[0], weight.shape[0]) if out is None else out)
     if out is None:
         return F.linear(x, weight, bias)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
+
+
+def _is_better_turned(x: Tensor, weight: Tensor) -> bool:
+    """Whether W x^T, turned afterwards, is faster than x W^T.
+
+    AMX reads its first operand as it lies and wants the second one rearranged. Of few tokens that is cheap, while
+    rearranging the weight takes longer than multiplying it.
+    """
+    n_tokens, width = x.shape
+    few = n_tokens <= _TURNED_TOKENS or (
+        width >= _TURNED_WIDTH and width >= _TURNED_WIDTH_PER_TOKEN * n_tokens
+    )
+    return (
+        x.dtype == torch.bfloat16
+        and x.device.type == "cpu"
+        and n_tokens > 1
+        and few
+        and weight.shape[0] > 0
+        and weight.stride(-1) == 1
+        and has_amx()
+        and has_numba()
+    )
 
 
 def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None, out: Tensor | None) -> Tensor:

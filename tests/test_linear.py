@@ -206,3 +206,20 @@ def test_parts_that_do_not_fit_are_refused(weight: torch.Tensor) -> None:
         linear(torch.zeros(2, 100), stacked(weight, MIXES[0]))
     with pytest.raises(ValueError, match=r"out must be \(2, 45\)"):
         linear(torch.zeros(2, 200), stacked(weight, MIXES[0]), out=torch.empty(2, 44))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 2, 33, 64, 200])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bf16_products_of_few_tokens_may_be_turned(monkeypatch, turned, n_tokens, with_bias):
+    """Whichever operand comes first, whole or into the columns of a wider result."""
+    monkeypatch.setattr(quant.linear, "has_amx", lambda: turned)
+    torch.manual_seed(0)
+    x, weight = torch.randn(n_tokens, 96).bfloat16(), torch.randn(70, 96).bfloat16()
+    bias = torch.randn(70).bfloat16() if with_bias else None
+    wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    wide = torch.full((n_tokens, 100), 7.0).bfloat16()
+    for found in (linear(x, weight, bias), linear(x, weight, bias, out=wide[:, 20:90])):
+        assert found.shape == wanted.shape and found.dtype == torch.bfloat16
+        assert float((found.double() - wanted).abs().max()) <= 2**-7 * float(wanted.abs().max())
+    assert (wide[:, :20] == 7).all() and (wide[:, 90:] == 7).all()
