@@ -1,7 +1,8 @@
 """Packed rows -> codes and fp32 group parameters: the compiled helpers that every weight kernel starts with.
 
 Every format decodes a row into the same four arrays: codes (uint8, one per column) and, per group, scale, zero
-and min, so that value = scale * (code - zero) + min. Affine formats have zero or min, never both.
+and min, so that value = scale * (code - zero) + min. Affine formats have zero or min, never both. Memory is given by
+addresses: numba's array views cost more here than the work on them.
 """
 
 from functools import lru_cache
@@ -11,7 +12,23 @@ import numpy as np
 from numba import njit
 
 from quant.formats import SUPER_BLOCK, WeightFormat
-from quant.kernels_simd import merge_bits32, split_pairs16
+from quant.kernels_kv_simd import item_nbytes
+from quant.kernels_simd import (
+    byte_at,
+    can_look_up,
+    expand16,
+    expand32,
+    fill16,
+    float_at,
+    half_at,
+    look_up32,
+    merge_bits32,
+    put_byte,
+    put_float,
+    scale_halves16,
+    split_nibbles32,
+    split_pairs16,
+)
 
 # Slots of a layout, the int64 array that describes a packed matrix to the kernels. Offsets are in bytes,
 # -1 for a part that the format does not have.
@@ -19,6 +36,7 @@ KIND, ROWS, COLS, GROUP, N_GROUPS, N_CODES, PAIRED, MIDDLE, PARAMS_F32, BELOW_16
 CODES8, CODES4, CODES2, CODES1, SCALES, MINS, ZEROS, EXPONENTS = range(10, 18)
 N_SLOTS = 18
 AFFINE, Q4_K, Q5_K, Q6_K = range(4)
+_SPARE = 64  # bytes: 16 values of a row's unfinished vector
 
 _KINDS = {"q4_k": Q4_K, "q5_k": Q5_K, "q6_k": Q6_K}
 _PART_SLOTS = {
@@ -74,131 +92,144 @@ def power_of_two(exponent: Any) -> Any:
 
 
 @njit
-def merge_bits(target: Any, source: Any, down: int, mask: int, up: int, keep: int) -> None:
-    """target = (target & keep) | ((source >> down) & mask) << up, for bytes; both arrays are of one size."""
-    whole = source.size // 32 * 32
-    for j in range(0, whole, 32):
-        merge_bits32(target.ctypes.data + j, source.ctypes.data + j, down, mask, up, keep)
-    for j in range(whole, source.size):
-        target[j] = np.uint8((target[j] & keep) | (((source[j] >> down) & mask) << up))
+def scratch_nbytes(layout: Any) -> int:
+    """Bytes of working memory that `unpack_row` needs for a row's codes and parameters."""
+    return _codes_nbytes(layout) + 12 * _groups_up(layout) + _SPARE
 
 
 @njit
-def _take_plane(plane: Any, codes: Any, width: int, shift: int) -> None:
+def _codes_nbytes(layout: Any) -> int:
+    # Twice for pairs; and whole vectors may be read where a row ends within one.
+    return (2 * layout[N_CODES] + 63) // 64 * 64 + 64
+
+
+@njit
+def _groups_up(layout: Any) -> int:
+    """Groups of a row, rounded up to whole vectors: how far scales, zeros and minima of a row are apart."""
+    return (layout[N_GROUPS] + 15) // 16 * 16
+
+
+@njit
+def _params_of(layout: Any, scratch: int) -> int:
+    """Where the row's scales are; its zeros and minima follow, `_groups_up` fp32 each."""
+    return scratch + _codes_nbytes(layout)
+
+
+@njit
+def _take_plane(plane: int, size: int, codes: int, width: int, shift: int) -> None:
     """Put the codes of a plane of `width` bits above the lowest `shift` bits of codes; higher bits become 0."""
-    size = plane.size
+    whole = size // 32 * 32
+    if width == 4 and shift == 0:
+        for j in range(0, whole, 32):
+            split_nibbles32(plane + j, codes + j, codes + size + j)
+    else:
+        for part in range(8 // width):
+            target = codes + part * size
+            for j in range(0, whole, 32):
+                merge_bits32(target + j, plane + j, part * width, (1 << width) - 1, shift, (1 << shift) - 1)
     for part in range(8 // width):
-        merge_bits(
-            codes[part * size : (part + 1) * size],
-            plane,
-            part * width,
-            (1 << width) - 1,
-            shift,
-            (1 << shift) - 1,
-        )
+        for j in range(part * size + whole, (part + 1) * size):
+            bits = (byte_at(plane + j - part * size) >> (part * width)) & ((1 << width) - 1)
+            put_byte(codes + j, np.uint8((byte_at(codes + j) & ((1 << shift) - 1)) | (bits << shift)))
 
 
 @njit
-def _split_pairs(codes: Any, n: int) -> None:
-    """codes[:n] = 11 * a + b -> codes[:n] = a, codes[n:2n] = b; n is a multiple of 16."""
-    for j in range(0, n, 16):
-        split_pairs16(codes.ctypes.data + j, codes.ctypes.data + n + j)
-
-
-@njit
-def _affine_codes(layout: Any, buf8: Any, row: int, codes: Any) -> Any:
+def _affine_codes(layout: Any, data: int, row: int, codes: int) -> int:
     n = layout[N_CODES]
     if layout[CODES8] >= 0:
-        start = layout[CODES8] + row * n
-        return buf8[start : start + n]
+        return data + layout[CODES8] + row * n
     shift = 0
     if layout[CODES4] >= 0:
-        start = layout[CODES4] + row * (n // 2)
-        _take_plane(buf8[start : start + n // 2], codes, 4, shift)
+        _take_plane(data + layout[CODES4] + row * (n // 2), n // 2, codes, 4, shift)
         shift += 4
     if layout[CODES2] >= 0:
-        start = layout[CODES2] + row * (n // 4)
-        _take_plane(buf8[start : start + n // 4], codes, 2, shift)
+        _take_plane(data + layout[CODES2] + row * (n // 4), n // 4, codes, 2, shift)
         shift += 2
     if layout[CODES1] >= 0:
-        start = layout[CODES1] + row * (n // 8)
-        _take_plane(buf8[start : start + n // 8], codes, 1, shift)
+        _take_plane(data + layout[CODES1] + row * (n // 8), n // 8, codes, 1, shift)
     if layout[PAIRED]:
-        _split_pairs(codes, n)
+        for j in range(0, n, 16):  # codes = 11 * a + b; n is a multiple of 16
+            split_pairs16(codes + j, codes + n + j)
     return codes
 
 
 @njit
-def _half_row(stored: Any, unit: Any, out: Any) -> None:
-    for g in range(out.size):
-        out[g] = half_to_float(stored[g]) * unit
+def _half_row(stored: int, n: int, unit: Any, out: int) -> None:
+    """n fp16 at address stored, times unit, as fp32 at address out."""
+    whole = n // 16 * 16
+    for g in range(0, whole, 16):
+        scale_halves16(stored + 2 * g, unit, out + 4 * g)
+    for g in range(whole, n):
+        put_float(out + 4 * g, half_to_float(half_at(stored + 2 * g)) * unit)
 
 
 @njit
-def _affine_params(layout: Any, buf8: Any, buf16: Any, buf32: Any, row: int, s: Any, z: Any, m: Any) -> None:
+def _fill(out: int, n: int, value: Any) -> None:
+    """fp32 at address out = value, n of them and up to a whole vector."""
+    for g in range(0, n, 16):
+        fill16(out + 4 * g, value)
+
+
+@njit
+def _float_row(stored: int, n: int, out: int) -> None:
+    for g in range(n):
+        put_float(out + 4 * g, float_at(stored + 4 * g))
+
+
+@njit
+def _affine_params(layout: Any, data: int, row: int, s: int, z: int, m: int) -> None:
     n = layout[N_GROUPS]
     at = row * n
     if layout[PARAMS_F32]:
-        start = layout[SCALES] // 4 + at
-        s[:n] = buf32[start : start + n]
+        _float_row(data + layout[SCALES] + 4 * at, n, s)
         if layout[MINS] >= 0:
-            start = layout[MINS] // 4 + at
-            m[:n] = buf32[start : start + n]
+            _float_row(data + layout[MINS] + 4 * at, n, m)
     else:
-        unit = power_of_two(np.int8(buf8[layout[EXPONENTS] + row]))
-        start = layout[SCALES] // 2 + at
-        _half_row(buf16[start : start + n], unit, s[:n])
+        unit = power_of_two(np.int8(byte_at(data + layout[EXPONENTS] + row)))
+        _half_row(data + layout[SCALES] + 2 * at, n, unit, s)
         if layout[MINS] >= 0:
-            start = layout[MINS] // 2 + at
-            _half_row(buf16[start : start + n], unit, m[:n])
+            _half_row(data + layout[MINS] + 2 * at, n, unit, m)
     if layout[MINS] < 0:
-        m[:n] = np.float32(0)
+        _fill(m, n, np.float32(0))
     if layout[ZEROS] >= 0:
-        zeros = buf8[layout[ZEROS] + at : layout[ZEROS] + at + n]
         for g in range(n):
-            z[g] = np.float32(zeros[g])
+            put_float(z + 4 * g, np.float32(byte_at(data + layout[ZEROS] + at + g)))
     else:
-        z[:n] = np.float32(layout[MIDDLE])
+        _fill(z, n, np.float32(layout[MIDDLE]))
 
 
 @njit
-def _half_at(buf8: Any, at: int) -> Any:
-    return half_to_float(np.uint16(np.uint16(buf8[at]) | (np.uint16(buf8[at + 1]) << np.uint16(8))))
-
-
-@njit
-def _six_bit_scales(buf8: Any, start: int, g: int, s: Any, z: Any, m: Any) -> None:
-    """Groups g..g+8 of a Q4_K or Q5_K block: d, dmin (fp16), then 8 (scale, min) pairs of 6 bits in 12 bytes."""
-    d = _half_at(buf8, start)
-    d_min = _half_at(buf8, start + 2)
+def _six_bit_scales(start: int, s: int, z: int, m: int) -> None:
+    """8 groups of a Q4_K or Q5_K block: d, dmin (fp16), then 8 (scale, min) pairs of 6 bits in 12 bytes."""
+    d = half_to_float(half_at(start))
+    d_min = half_to_float(half_at(start + 2))
     for i in range(4):
-        a = buf8[start + 4 + i]
-        b = buf8[start + 8 + i]
-        c = buf8[start + 12 + i]
-        s[g + i] = d * np.float32(a & 63)
-        m[g + i] = -(d_min * np.float32(b & 63))
-        s[g + 4 + i] = d * np.float32((c & 15) | ((a >> 6) << 4))
-        m[g + 4 + i] = -(d_min * np.float32((c >> 4) | ((b >> 6) << 4)))
+        a = byte_at(start + 4 + i)
+        b = byte_at(start + 8 + i)
+        c = byte_at(start + 12 + i)
+        put_float(s + 4 * i, d * np.float32(a & 63))
+        put_float(m + 4 * i, -(d_min * np.float32(b & 63)))
+        put_float(s + 4 * (4 + i), d * np.float32((c & 15) | ((a >> 6) << 4)))
+        put_float(m + 4 * (4 + i), -(d_min * np.float32((c >> 4) | ((b >> 6) << 4))))
     for i in range(8):
-        z[g + i] = np.float32(0)
+        put_float(z + 4 * i, np.float32(0))
 
 
 @njit
 def _nibble_runs(low: int, codes: int) -> None:
     """128 bytes at address low -> 256 codes: in runs of 32 bytes, low nibbles first."""
     for run in range(4):
-        merge_bits32(codes + 64 * run, low + 32 * run, 0, 15, 0, 0)
-        merge_bits32(codes + 64 * run + 32, low + 32 * run, 4, 15, 0, 0)
+        split_nibbles32(low + 32 * run, codes + 64 * run, codes + 64 * run + 32)
 
 
 @njit
-def _q6_k_params(buf8: Any, start: int, g: int, s: Any, z: Any, m: Any) -> None:
-    """Groups g..g+16 of a Q6_K block: 16 int8 scales and d (fp16); value = d * scale * (code - 32)."""
-    d = _half_at(buf8, start + 208)
+def _q6_k_params(start: int, s: int, z: int, m: int) -> None:
+    """16 groups of a Q6_K block: 16 int8 scales and d (fp16); value = d * scale * (code - 32)."""
+    d = half_to_float(half_at(start + 208))
     for i in range(16):
-        s[g + i] = d * np.float32(np.int8(buf8[start + 192 + i]))
-        z[g + i] = np.float32(32)
-        m[g + i] = np.float32(0)
+        put_float(s + 4 * i, d * np.float32(np.int8(byte_at(start + 192 + i))))
+    fill16(z, np.float32(32))
+    fill16(m, np.float32(0))
 
 
 @njit
@@ -213,7 +244,7 @@ def _q6_k_codes(block: int, codes: int) -> None:
 
 
 @njit
-def _block_row(layout: Any, buf8: Any, row: int, codes: Any, s: Any, z: Any, m: Any) -> None:
+def _block_row(layout: Any, data: int, row: int, codes: int, s: int, z: int, m: int) -> None:
     """Q4_K: 144 bytes, parameters then 128 bytes of nibbles. Q5_K: 176, with 32 bytes of fifth bits between,
     bit i for sub-block i. Q6_K: 210.
     """
@@ -222,14 +253,14 @@ def _block_row(layout: Any, buf8: Any, row: int, codes: Any, s: Any, z: Any, m: 
     n_blocks = layout[COLS] // SUPER_BLOCK
     groups = SUPER_BLOCK // layout[GROUP]
     for b in range(n_blocks):
-        start = (row * n_blocks + b) * nbytes
-        block = buf8.ctypes.data + start
-        target = codes.ctypes.data + b * SUPER_BLOCK
+        block = data + (row * n_blocks + b) * nbytes
+        target = codes + b * SUPER_BLOCK
+        g = 4 * b * groups
         if kind == Q6_K:
-            _q6_k_params(buf8, start, b * groups, s, z, m)
+            _q6_k_params(block, s + g, z + g, m + g)
             _q6_k_codes(block, target)
             continue
-        _six_bit_scales(buf8, start, b * groups, s, z, m)
+        _six_bit_scales(block, s + g, z + g, m + g)
         _nibble_runs(block + nbytes - 128, target)
         if kind == Q5_K:
             for i in range(8):
@@ -237,16 +268,64 @@ def _block_row(layout: Any, buf8: Any, row: int, codes: Any, s: Any, z: Any, m: 
 
 
 @njit
-def decode_row(
-    layout: Any, buf8: Any, buf16: Any, buf32: Any, row: int, codes: Any, s: Any, z: Any, m: Any
-) -> Any:
-    """Decode one row: s, z, m (N_GROUPS) are written, its codes returned: codes, or a view of the buffer.
+def unpack_row(layout: Any, data: int, row: int, scratch: int, out: int, tag: Any) -> None:
+    """Write row `row` of the packed matrix at address data to address out: fp32 if tag is one, bf16 if it is uint16.
 
-    codes has room for N_CODES, doubled if paired. buf8, buf16 and buf32 view the same buffer as uint8, uint16
-    and float32; buf32 may be empty if no part is fp32.
+    value = scale * (code - zero) + min, each operation rounded to fp32, then to the target. scratch: the address
+    of `scratch_nbytes` bytes.
     """
+    s = _params_of(layout, scratch)
+    z = s + 4 * _groups_up(layout)
+    m = z + 4 * _groups_up(layout)
     if layout[KIND] == AFFINE:
-        _affine_params(layout, buf8, buf16, buf32, row, s, z, m)
-        return _affine_codes(layout, buf8, row, codes)
-    _block_row(layout, buf8, row, codes, s, z, m)
-    return codes
+        _affine_params(layout, data, row, s, z, m)
+        codes = _affine_codes(layout, data, row, scratch)
+    else:
+        _block_row(layout, data, row, scratch, s, z, m)
+        codes = scratch
+    _expand_row(layout, codes, s, z, m, out, tag)
+
+
+@njit
+def _expand_row(layout: Any, codes: int, s: int, z: int, m: int, out: int, tag: Any) -> None:
+    """codes may be read up to the end of the last 16 columns begun."""
+    cols = layout[COLS]
+    group = layout[GROUP]
+    nbytes = item_nbytes(tag)
+    spare = m + 4 * _groups_up(layout)
+    first = 0
+    if can_look_up(tag) and layout[BELOW_16] != 0:
+        first = cols // group
+        if group == 32:
+            _look_up_groups(codes, s, z, m, out, first, 1)
+        elif group == 64:
+            _look_up_groups(codes, s, z, m, out, first, 2)
+        elif group == 128:
+            _look_up_groups(codes, s, z, m, out, first, 4)
+        else:
+            first = 0
+    for g in range(first, layout[N_GROUPS]):
+        scale, zero, least = float_at(s + 4 * g), float_at(z + 4 * g), float_at(m + 4 * g)
+        source = codes + g * group
+        target = out + g * group * nbytes
+        n = min(group, cols - g * group)
+        done = n // 32 * 32
+        for j in range(0, done, 32):
+            expand32(target + j * nbytes, source + j, scale, zero, least, tag)
+        if n - done >= 16:
+            expand16(target + done * nbytes, source + done, scale, zero, least, tag)
+            done += 16
+        if done < n:
+            # What is left of a vector goes through the row's spare bytes: out ends with its last column.
+            expand16(spare, source + done, scale, zero, least, tag)
+            for j in range((n - done) * nbytes):
+                put_byte(target + done * nbytes + j, byte_at(spare + j))
+
+
+@njit
+def _look_up_groups(codes: int, s: int, z: int, m: int, out: int, n: int, chunks: int) -> None:
+    """n whole groups of chunks * 32 codes below 16 as bf16; compiled for each number of chunks it is called with."""
+    for g in range(n):
+        at = g * chunks
+        scale, zero, least = float_at(s + 4 * g), float_at(z + 4 * g), float_at(m + 4 * g)
+        look_up32(out + 64 * at, codes + 32 * at, chunks, scale, zero, least)

@@ -10,8 +10,7 @@ import numpy as np
 from numba import njit, prange
 
 from quant.kernel_cache import cached_kernel
-from quant.kernels_decode import BELOW_16, COLS, GROUP, N_CODES, N_GROUPS, ROWS, decode_row
-from quant.kernels_simd import can_look_up, expand16, expand32, look_up32
+from quant.kernels_decode import COLS, ROWS, scratch_nbytes, unpack_row
 from quant.threads import use_torch_threads
 
 # Sums of products may be reordered, so that they run in vectors; values of weights are never touched by this.
@@ -22,48 +21,10 @@ _CHUNKS_PER_THREAD = 8
 _STRETCH = 1024
 
 
-@njit
-def expand_row(layout: Any, codes: Any, s: Any, z: Any, m: Any, out: Any) -> None:
-    """out (cols,) = scale * (code - zero) + min, each operation rounded to fp32, then to out's type.
-
-    codes may be read up to the end of the last 16 columns begun.
-    """
-    tag = out.dtype.type(0)
-    group = layout[GROUP]
-    look_up = can_look_up(tag) and layout[BELOW_16] != 0
-    source = codes.ctypes.data
-    target = out.ctypes.data
-    left = out.size
-    for g in range(s.size):
-        scale, zero, least = s[g], z[g], m[g]
-        n = min(group, left)
-        if look_up:
-            look_up32(target, source, n // 32, scale, zero, least)
-            source += n // 32 * 32
-            target += n // 32 * 32 * out.itemsize
-        else:
-            for _ in range(n // 32):
-                expand32(target, source, scale, zero, least, tag)
-                source += 32
-                target += 32 * out.itemsize
-        if n % 32 >= 16:
-            expand16(target, source, scale, zero, least, tag)
-            source += 16
-            target += 16 * out.itemsize
-        left -= group
-    rest = out.size % 16
-    if rest:
-        last = np.empty(16, out.dtype)
-        expand16(last.ctypes.data, source, s[s.size - 1], z[s.size - 1], m[s.size - 1], tag)
-        out[out.size - rest :] = last[:rest]
-
-
 @cached_kernel(parallel=True, nogil=True)
 def _dequantize(
     layout: Any,
-    buf8: Any,
-    buf16: Any,
-    buf32: Any,
+    data: int,
     permutation: Any,
     row_ids: Any,
     row_start: int,
@@ -72,22 +33,20 @@ def _dequantize(
 ) -> None:
     n_rows = out.shape[0]
     cols = layout[COLS]
+    tag = out.dtype.type(0)
     for chunk in prange(n_chunks):
-        codes = np.empty(2 * layout[N_CODES], np.uint8)
-        s = np.empty(layout[N_GROUPS], np.float32)
-        z = np.empty(layout[N_GROUPS], np.float32)
-        m = np.empty(layout[N_GROUPS], np.float32)
+        scratch = np.empty(scratch_nbytes(layout), np.uint8)
         shuffled = np.empty(permutation.size, out.dtype)
         for i in range(chunk * n_rows // n_chunks, (chunk + 1) * n_rows // n_chunks):
             row = row_ids[i] if row_ids.size else row_start + i
-            row_codes = decode_row(layout, buf8, buf16, buf32, row, codes, s, z, m)
             if permutation.size:
-                expand_row(layout, row_codes, s, z, m, shuffled)
+                unpack_row(layout, data, row, scratch.ctypes.data, shuffled.ctypes.data, tag)
                 target = out[i]
                 for j in range(cols):
                     target[permutation[j]] = shuffled[j]
             else:
-                expand_row(layout, row_codes, s, z, m, out[i])
+                at = out.ctypes.data + i * out.strides[0]
+                unpack_row(layout, data, row, scratch.ctypes.data, at, tag)
 
 
 @njit(fastmath=_SUM_ANY_ORDER)
@@ -116,25 +75,22 @@ def _dot_2x4(w0: Any, w1: Any, x0: Any, x1: Any, x2: Any, x3: Any, y: Any) -> No
 
 
 @cached_kernel(parallel=True, nogil=True)
-def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks: int, y: Any) -> None:
+def _few_tokens(layout: Any, data: int, x: Any, n_chunks: int, y: Any) -> None:
     n_tokens = x.shape[0]
     n_quads = (n_tokens + 3) // 4
     rows = layout[ROWS]
     cols = layout[COLS]
     n_pairs = (rows + 1) // 2
     for chunk in prange(n_chunks):
-        codes = np.empty(2 * layout[N_CODES], np.uint8)
-        s = np.empty(layout[N_GROUPS], np.float32)
-        z = np.empty(layout[N_GROUPS], np.float32)
-        m = np.empty(layout[N_GROUPS], np.float32)
+        scratch = np.empty(scratch_nbytes(layout), np.uint8)
         w = np.empty((2, cols), np.float32)
         sums = np.empty((n_quads, 2, 4), np.float32)
         for pair in range(chunk * n_pairs // n_chunks, (chunk + 1) * n_pairs // n_chunks):
             row = 2 * pair
             n_here = min(2, rows - row)
             for i in range(n_here):
-                row_codes = decode_row(layout, buf8, buf16, buf32, row + i, codes, s, z, m)
-                expand_row(layout, row_codes, s, z, m, w[i])
+                at = w.ctypes.data + 4 * i * cols
+                unpack_row(layout, data, row + i, scratch.ctypes.data, at, np.float32(0))
             if n_here == 1:
                 w[1, :] = np.float32(0)
             sums[:] = np.float32(0)
@@ -159,21 +115,21 @@ def _few_tokens(layout: Any, buf8: Any, buf16: Any, buf32: Any, x: Any, n_chunks
                     y[t, row + i] = sums[t // 4, i, t % 4]
 
 
-def dequantize(layout: Any, buffers: Any, permutation: Any, row_ids: Any, row_start: int, out: Any) -> None:
-    """Write rows of a packed matrix to out (n, cols), float32 or uint16 for bf16.
+def dequantize(layout: Any, data: int, permutation: Any, row_ids: Any, row_start: int, out: Any) -> None:
+    """Write rows of a packed matrix to out (n, cols), float32 or uint16 for bf16; each row contiguous.
 
-    buffers: the matrix's buffer viewed as uint8, uint16 and float32. row_ids: int64 (n,), the rows wanted, all
+    data: the address of the matrix's buffer. row_ids: int64 (n,), the rows wanted, all
     within range; empty for rows row_start.. in order. permutation: int32 (cols,), or empty.
     """
     n_chunks = max(1, min(use_torch_threads() * _CHUNKS_PER_THREAD, out.shape[0]))
-    _dequantize(layout, *buffers, permutation, row_ids, row_start, n_chunks, out)
+    _dequantize(layout, data, permutation, row_ids, row_start, n_chunks, out)
 
 
-def few_tokens(layout: Any, buffers: Any, x: Any, y: Any) -> None:
-    """y (tokens, rows) = x (tokens, cols) times the transposed packed matrix, in fp32.
+def few_tokens(layout: Any, data: int, x: Any, y: Any) -> None:
+    """y (tokens, rows) = x (tokens, cols) times the transposed packed matrix at address data, in fp32.
 
     Each token's sums do not depend on the other tokens, bit for bit.
     """
     n_pairs = (y.shape[1] + 1) // 2
     n_chunks = max(1, min(use_torch_threads() * _CHUNKS_PER_THREAD, n_pairs))
-    _few_tokens(layout, *buffers, x, n_chunks, y)
+    _few_tokens(layout, data, x, n_chunks, y)

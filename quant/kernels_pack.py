@@ -33,8 +33,8 @@ from quant.kernels_decode import (
     SCALES,
     ZEROS,
     half_to_float,
-    merge_bits,
 )
+from quant.kernels_simd import merge_bits32
 from quant.threads import use_torch_threads
 
 _SUM_ANY_ORDER = {"reassoc", "contract", "nsz"}
@@ -354,12 +354,22 @@ def _put_param(layout: Any, offset: int, value: float, e: int, at: int, buf16: A
 
 
 @njit
+def _merge_bits(target: Any, source: Any, down: int, mask: int, up: int, keep: int) -> None:
+    """target = (target & keep) | ((source >> down) & mask) << up, for bytes; both arrays are of one size."""
+    whole = source.size // 32 * 32
+    for j in range(0, whole, 32):
+        merge_bits32(target.ctypes.data + j, source.ctypes.data + j, down, mask, up, keep)
+    for j in range(whole, source.size):
+        target[j] = np.uint8((target[j] & keep) | (((source[j] >> down) & mask) << up))
+
+
+@njit
 def _put_plane(codes: Any, plane: Any, width: int, shift: int) -> None:
     """Collect `width` bits of codes, from bit `shift` on, into a plane."""
     size = plane.size
     for part in range(8 // width):
         source = codes[part * size : (part + 1) * size]
-        merge_bits(plane, source, shift, (1 << width) - 1, part * width, (1 << (part * width)) - 1)
+        _merge_bits(plane, source, shift, (1 << width) - 1, part * width, (1 << (part * width)) - 1)
 
 
 @njit

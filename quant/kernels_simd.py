@@ -39,6 +39,50 @@ def _store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
+def _reader(kind: Any, element: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+    def read(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _load(builder, args[0], element)
+
+        return kind(types.int64), codegen
+
+    return read
+
+
+# One element at an address.
+byte_at = _reader(types.uint8, _i8)
+half_at = _reader(types.uint16, _i16)
+float_at = _reader(types.float32, _f32)
+
+
+def _writer(kind: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+    def write(typingctx: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _store(builder, args[1], args[0])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), codegen
+
+    return write
+
+
+put_byte = _writer(types.uint8)
+put_float = _writer(types.float32)
+
+
+@intrinsic
+def fill16(typingctx: Any, address: Any, value: Any) -> Any:
+    """16 fp32 at address = value."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store(builder, _splat(builder, args[1], _floats), args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
 @intrinsic
 def merge_bits32(typingctx: Any, target: Any, source: Any, down: Any, mask: Any, up: Any, keep: Any) -> Any:
     """32 bytes: target = (target & keep) | ((source >> down) & mask) << up. All but the addresses are small ints."""
@@ -58,6 +102,34 @@ def merge_bits32(typingctx: Any, target: Any, source: Any, down: Any, mask: Any,
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
+
+
+@intrinsic
+def split_nibbles32(typingctx: Any, source: Any, low: Any, high: Any) -> Any:
+    """32 bytes at address source -> their low nibbles at low, their high nibbles at high, one a byte."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        stored = _load(builder, args[0], _bytes)
+        shorts = builder.lshr(builder.bitcast(stored, _shorts), _constant(_shorts, 4))
+        mask = _constant(_bytes, 15)
+        _store(builder, builder.and_(stored, mask), args[1])
+        _store(builder, builder.and_(builder.bitcast(shorts, _bytes), mask), args[2])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def scale_halves16(typingctx: Any, source: Any, unit: Any, out: Any) -> Any:
+    """16 fp16 numbers at address source, times unit, as fp32 at address out."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        stored = _load(builder, args[0], ir.VectorType(ir.HalfType(), 16))
+        wide = builder.fpext(stored, _floats)
+        _store(builder, builder.fmul(wide, _splat(builder, args[1], _floats)), args[2])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
 
 
 @intrinsic
@@ -132,8 +204,9 @@ def can_look_up(typingctx: Any, tag: Any) -> Any:
 def look_up32(typingctx: Any, out: Any, codes: Any, n: Any, s: Any, z: Any, m: Any) -> Any:
     """n times 32 codes below 16 at address codes -> s * (code - z) + m, as bf16 at address out.
 
-    The 16 possible values are computed once, then looked up by AVX2's byte shuffle, low and high bytes apart:
-    a third of the instructions of computing and rounding each. Does nothing where `can_look_up` is false.
+    The 16 possible values are computed once, then looked up: by AVX512's word permutation, or by AVX2's byte
+    shuffle, low and high bytes apart, a third of the instructions of computing and rounding each. Does nothing
+    where `can_look_up` is false.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -141,22 +214,43 @@ def look_up32(typingctx: Any, out: Any, codes: Any, n: Any, s: Any, z: Any, m: A
             return context.get_dummy_value()
         out, codes, n, *params = args
         levels = ir.Constant(_floats, [float(code) for code in range(16)])
-        table = builder.bitcast(_to_bf16(builder, _values(builder, levels, *params)), _bytes)
-        low = _shuffle(builder, table, table, [2 * i for i in range(16)] * 2)
-        high = _shuffle(builder, table, table, [2 * i + 1 for i in range(16)] * 2)
-        kind = ir.FunctionType(_bytes, [_bytes, _bytes])
-        name = "llvm.x86.avx2.pshuf.b"
-        pick = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        table = _to_bf16(builder, _values(builder, levels, *params))
+        pick = _pick_words if _has_avx512(context) else _pick_bytes
+        values_of = pick(builder, table)
         with cgutils.for_range(builder, n) as loop:
             chunk = _load(builder, builder.add(codes, builder.mul(loop.index, ir.Constant(_i64, 32))), _bytes)
-            pairs = [byte for i in range(32) for byte in (i, 32 + i)]
-            values = _shuffle(
-                builder, builder.call(pick, [low, chunk]), builder.call(pick, [high, chunk]), pairs
+            _store(
+                builder, values_of(chunk), builder.add(out, builder.mul(loop.index, ir.Constant(_i64, 64)))
             )
-            _store(builder, values, builder.add(out, builder.mul(loop.index, ir.Constant(_i64, 64))))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3, *[types.float32] * 3), codegen
+
+
+def _pick_words(builder: Any, table: Any) -> Any:
+    """A function of 32 codes that looks them up among 16 values of 16 bits, with AVX512."""
+    words = ir.VectorType(_i16, 32)
+    permute = _declare(builder, "llvm.x86.avx512.permvar.hi.512", words, [words, words])
+    twice = _shuffle(builder, table, table, [*range(16), *range(16)])
+    return lambda codes: builder.call(permute, [twice, builder.zext(codes, words)])
+
+
+def _pick_bytes(builder: Any, table: Any) -> Any:
+    """The same with AVX2."""
+    table = builder.bitcast(table, _bytes)
+    low = _shuffle(builder, table, table, [2 * i for i in range(16)] * 2)
+    high = _shuffle(builder, table, table, [2 * i + 1 for i in range(16)] * 2)
+    shuffle = _declare(builder, "llvm.x86.avx2.pshuf.b", _bytes, [_bytes, _bytes])
+    pairs = [byte for i in range(32) for byte in (i, 32 + i)]
+    return lambda codes: _shuffle(
+        builder, builder.call(shuffle, [low, codes]), builder.call(shuffle, [high, codes]), pairs
+    )
+
+
+def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """One of LLVM's own functions."""
+    kind = ir.FunctionType(result, arguments)
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
@@ -164,6 +258,14 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 
 
 def _has_avx2(context: Any) -> bool:
-    """Whether numba compiles for AVX2: told by the key of its cache, which names the processor's features."""
+    return _has_feature(context, "avx2")
+
+
+def _has_avx512(context: Any) -> bool:
+    return _has_feature(context, "avx512bw")
+
+
+def _has_feature(context: Any, name: str) -> bool:
+    """Whether numba compiles for an x86 processor with it: the key of its cache names the features."""
     triple, _, features = context.codegen().magic_tuple()
-    return "x86_64" in triple and "+avx2" in features.split(",")
+    return "x86_64" in triple and f"+{name}" in features.split(",")

@@ -18,7 +18,7 @@ from torch import Tensor
 from quant import pointwise
 from quant.formats import WeightFormat
 from quant.kernel_choice import has_amx, has_native_bf16, has_numba
-from quant.packed import PackedTensor, StackedTensor, numpy_views, write_rows
+from quant.packed import PackedTensor, StackedTensor, write_rows
 
 # Largest number of tokens for which the few-token kernel is the faster, on two cores. With AVX2, at 64 tokens it won
 # for every format by 20 to 25%, at 96 it was level, at 128 it lost by 2 to 12%. AVX512 doubles the BLAS's rate and
@@ -176,7 +176,7 @@ def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None, out: Tenso
     if y.numel():
         few_tokens(
             layout_of(weight.format, (rows, cols)),
-            numpy_views(weight),
+            weight.buffer.data_ptr(),
             x.detach().to(torch.float32).contiguous().numpy(),
             y.numpy(),
         )

@@ -254,7 +254,7 @@ def write_rows(
     target = torch.empty_like(out, dtype=torch.float32) if out.dtype == torch.float16 else out
     dequantize(
         layout_of(packed.format, packed.shape),
-        numpy_views(packed),
+        packed.buffer.data_ptr(),
         _EMPTY_I32.numpy() if permutation is None else permutation.numpy(),
         _EMPTY_I64.numpy() if row_ids is None else row_ids.numpy(),
         row_start,
