@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from quant import amx
 from quant import linear as quant_linear
 from quant.native import pack_gguf
 from quant.pack import METHODS, quantize
@@ -105,10 +107,10 @@ def measure_pack(rows: int, cols: int, seconds: float) -> dict[str, dict[str, fl
 
 def measure_crossover(
     name: str, rows: int, cols: int, seconds: float, dtype: torch.dtype = torch.float32
-) -> tuple[int, list[tuple[int, float, float, float]]]:
+) -> tuple[int, list[tuple[int, float, float, float, float]]]:
     """The largest of TOKENS at which the few-token product is the faster, and the milliseconds of all ways.
 
-    Columns: tokens, few-token product, unpacking and multiplying, multiplying alone.
+    Columns: tokens, few-token product, product by AMX (NaN without), unpacking and multiplying, multiplying alone.
     """
     packed = make_packed(name, rows, cols)
     scratch = torch.empty(rows * cols, dtype=dtype)
@@ -118,11 +120,14 @@ def measure_crossover(
     for n in TOKENS:
         x = torch.randn(n, cols, generator=torch.Generator().manual_seed(n)).to(dtype)
         few = best_seconds(partial(quant_linear._few_tokens, x, packed, None, None), seconds)
+        tiles = math.nan
+        if amx.can_multiply(x, packed):
+            tiles = best_seconds(partial(amx.multiply, x, packed, None, None), seconds)
         many = best_seconds(
             partial(quant_linear._unpack_and_multiply, x, packed, None, scratch, None), seconds
         )
         alone = best_seconds(partial(F.linear, x, unpacked), seconds)
-        lines.append((n, few * 1e3, many * 1e3, alone * 1e3))
+        lines.append((n, few * 1e3, tiles * 1e3, many * 1e3, alone * 1e3))
         crossover = n if few <= many else crossover
     return crossover, lines
 
@@ -145,9 +150,9 @@ def main() -> None:
             label = f"{name} {str(dtype).removeprefix('torch.')}"
             crossovers[label], lines = measure_crossover(name, args.rows, args.cols, args.seconds / 2, dtype)
             print(f"\n{label}: few-token product up to {crossovers[label]} tokens")
-            print("  tokens   few ms  unpack+multiply ms  multiply ms")
-            for n, few, many, alone in lines:
-                print(f"  {n:6d} {few:8.2f} {many:19.2f} {alone:12.2f}", flush=True)
+            print("  tokens   few ms   AMX ms  unpack+multiply ms  multiply ms")
+            for n, few, tiles, many, alone in lines:
+                print(f"  {n:6d} {few:8.2f} {tiles:8.2f} {many:19.2f} {alone:12.2f}", flush=True)
     report["crossover_tokens"] = crossovers
     print(json.dumps(report))
 

@@ -42,7 +42,7 @@ from quant.linear import unpack as unpack_weight
 
 GEMM_SHAPE = (5632, 2048)
 GEMM_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-PACKED_TOKENS = (1, 4, 16, 32, 64)  # as far as packed weights are multiplied as they are
+PACKED_TOKENS = GEMM_TOKENS  # as far as packed weights are multiplied as they are
 WEIGHT_FORMATS = ("int8-g64", "int4-g64", "int3-g64", "int2-g64")
 CACHE_FORMATS = ("int8", "int4", "int2")
 DISK_TEST_BYTES = 512 << 20
@@ -122,7 +122,7 @@ def _linear_rates(dtype: torch.dtype, device: Device) -> tuple[dict[str, Curve],
         multiplied = fmt == name or (
             fmt in WEIGHT_FORMATS and crossover_tokens(parsed, dtype) and not device.is_accelerator
         )
-        most = crossover_tokens(parsed, dtype)
+        most = min(crossover_tokens(parsed, dtype), PACKED_TOKENS[-1])
         few = [*(n for n in PACKED_TOKENS if n < most), most]
         for n in (GEMM_TOKENS if fmt == name else few) if multiplied else ():
             x = torch.randn((n, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)

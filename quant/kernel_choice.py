@@ -2,7 +2,7 @@
 
 Being installed is not enough: numba refuses versions of numpy that it does not know, and Triton needs a compiler
 for its launcher. So numba is imported, and Triton's kernels unpack a few numbers that plain torch unpacks too, before
-either is relied on. The variable FLEXRUN_KERNELS turns them off: no-numba, no-triton, or both as torch.
+either is relied on. The variable FLEXRUN_KERNELS turns them off: no-numba, no-triton, no-amx, or all as torch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ def has_native_bf16() -> bool:
 
 
 @lru_cache(maxsize=1)
-def has_amx() -> bool:
-    """Whether this CPU multiplies tiles of bf16 matrices."""
-    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return probe is not None and bool(probe())
-
-
-@lru_cache(maxsize=1)
 def has_numba() -> bool:
     """Whether the CPU kernels can be compiled; imports numba on the first call."""
     if _turned_off("numba"):
@@ -49,6 +42,20 @@ def has_numba() -> bool:
         logger.warning("no compiled CPU kernels, plain torch is slower: %s", error)
         return False
     return True
+
+
+@lru_cache(maxsize=1)
+def has_amx() -> bool:
+    """Whether this CPU multiplies tiles of bf16 matrices, the system lets us, and kernels are compiled for it."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    permitted = getattr(torch.cpu, "_init_amx", None)  # asks the system for the tiles' large registers
+    if _turned_off("amx") or supported is None or permitted is None or not has_numba():
+        return False
+    if not supported() or not permitted():
+        return False
+    from quant.kernels_simd import compiled_features
+
+    return {"amx-tile", "amx-bf16", "avx512bf16", "avx512bw"} <= compiled_features()
 
 
 @lru_cache(maxsize=8)

@@ -23,6 +23,7 @@ from quant.kernels_simd import (
     half_at,
     look_up32,
     merge_bits32,
+    prefetch,
     put_byte,
     put_float,
     scale_halves16,
@@ -244,12 +245,17 @@ def _q6_k_codes(block: int, codes: int) -> None:
 
 
 @njit
+def _block_nbytes(layout: Any) -> int:
+    return 144 if layout[KIND] == Q4_K else (176 if layout[KIND] == Q5_K else 210)
+
+
+@njit
 def _block_row(layout: Any, data: int, row: int, codes: int, s: int, z: int, m: int) -> None:
     """Q4_K: 144 bytes, parameters then 128 bytes of nibbles. Q5_K: 176, with 32 bytes of fifth bits between,
     bit i for sub-block i. Q6_K: 210.
     """
     kind = layout[KIND]
-    nbytes = 144 if kind == Q4_K else (176 if kind == Q5_K else 210)
+    nbytes = _block_nbytes(layout)
     n_blocks = layout[COLS] // SUPER_BLOCK
     groups = SUPER_BLOCK // layout[GROUP]
     for b in range(n_blocks):
@@ -268,11 +274,11 @@ def _block_row(layout: Any, data: int, row: int, codes: int, s: int, z: int, m: 
 
 
 @njit
-def unpack_row(layout: Any, data: int, row: int, scratch: int, out: int, tag: Any) -> None:
+def unpack_row(layout: Any, data: int, row: int, scratch: int, out: int, step: int, tag: Any) -> None:
     """Write row `row` of the packed matrix at address data to address out: fp32 if tag is one, bf16 if it is uint16.
 
-    value = scale * (code - zero) + min, each operation rounded to fp32, then to the target. scratch: the address
-    of `scratch_nbytes` bytes.
+    value = scale * (code - zero) + min, each operation rounded to fp32, then to the target. step: bytes from one
+    32 columns to the next, 32 elements for a row in one piece. scratch: the address of `scratch_nbytes` bytes.
     """
     s = _params_of(layout, scratch)
     z = s + 4 * _groups_up(layout)
@@ -283,11 +289,34 @@ def unpack_row(layout: Any, data: int, row: int, scratch: int, out: int, tag: An
     else:
         _block_row(layout, data, row, scratch, s, z, m)
         codes = scratch
-    _expand_row(layout, codes, s, z, m, out, tag)
+    _expand_row(layout, codes, s, z, m, out, step, tag)
 
 
 @njit
-def _expand_row(layout: Any, codes: int, s: int, z: int, m: int, out: int, tag: Any) -> None:
+def prefetch_row(layout: Any, data: int, row: int) -> None:
+    """Ask for a row's bytes in the second-level cache; rows beyond the matrix are allowed."""
+    if layout[KIND] != AFFINE:
+        nbytes = _block_nbytes(layout) * (layout[COLS] // SUPER_BLOCK)
+        _prefetch(data + row * nbytes, nbytes)
+        return
+    n = layout[N_CODES]
+    for slot, share in ((CODES8, 1), (CODES4, 2), (CODES2, 4), (CODES1, 8)):
+        if layout[slot] >= 0:
+            _prefetch(data + layout[slot] + row * (n // share), n // share)
+    nbytes = layout[N_GROUPS] * (4 if layout[PARAMS_F32] else 2)
+    _prefetch(data + layout[SCALES] + row * nbytes, nbytes)
+    if layout[MINS] >= 0:
+        _prefetch(data + layout[MINS] + row * nbytes, nbytes)
+
+
+@njit
+def _prefetch(address: int, nbytes: int) -> None:
+    for at in range(address, address + nbytes, 64):
+        prefetch(at)
+
+
+@njit
+def _expand_row(layout: Any, codes: int, s: int, z: int, m: int, out: int, step: int, tag: Any) -> None:
     """codes may be read up to the end of the last 16 columns begun."""
     cols = layout[COLS]
     group = layout[GROUP]
@@ -297,35 +326,35 @@ def _expand_row(layout: Any, codes: int, s: int, z: int, m: int, out: int, tag: 
     if can_look_up(tag) and layout[BELOW_16] != 0:
         first = cols // group
         if group == 32:
-            _look_up_groups(codes, s, z, m, out, first, 1)
+            _look_up_groups(codes, s, z, m, out, step, first, 1)
         elif group == 64:
-            _look_up_groups(codes, s, z, m, out, first, 2)
+            _look_up_groups(codes, s, z, m, out, step, first, 2)
         elif group == 128:
-            _look_up_groups(codes, s, z, m, out, first, 4)
+            _look_up_groups(codes, s, z, m, out, step, first, 4)
         else:
             first = 0
     for g in range(first, layout[N_GROUPS]):
         scale, zero, least = float_at(s + 4 * g), float_at(z + 4 * g), float_at(m + 4 * g)
-        source = codes + g * group
-        target = out + g * group * nbytes
-        n = min(group, cols - g * group)
-        done = n // 32 * 32
-        for j in range(0, done, 32):
-            expand32(target + j * nbytes, source + j, scale, zero, least, tag)
-        if n - done >= 16:
-            expand16(target + done * nbytes, source + done, scale, zero, least, tag)
-            done += 16
-        if done < n:
+        start = g * group
+        n = min(group, cols - start)
+        for j in range(start, start + n // 32 * 32, 32):
+            expand32(out + j // 32 * step, codes + j, scale, zero, least, tag)
+        j = start + n // 32 * 32
+        if start + n - j >= 16:
+            expand16(out + j // 32 * step + j % 32 * nbytes, codes + j, scale, zero, least, tag)
+            j += 16
+        if j < start + n:
             # What is left of a vector goes through the row's spare bytes: out ends with its last column.
-            expand16(spare, source + done, scale, zero, least, tag)
-            for j in range((n - done) * nbytes):
-                put_byte(target + done * nbytes + j, byte_at(spare + j))
+            expand16(spare, codes + j, scale, zero, least, tag)
+            target = out + j // 32 * step + j % 32 * nbytes
+            for i in range((start + n - j) * nbytes):
+                put_byte(target + i, byte_at(spare + i))
 
 
 @njit
-def _look_up_groups(codes: int, s: int, z: int, m: int, out: int, n: int, chunks: int) -> None:
+def _look_up_groups(codes: int, s: int, z: int, m: int, out: int, step: int, n: int, chunks: int) -> None:
     """n whole groups of chunks * 32 codes below 16 as bf16; compiled for each number of chunks it is called with."""
     for g in range(n):
         at = g * chunks
         scale, zero, least = float_at(s + 4 * g), float_at(z + 4 * g), float_at(m + 4 * g)
-        look_up32(out + 64 * at, codes + 32 * at, chunks, scale, zero, least)
+        look_up32(out + at * step, step, codes + 32 * at, chunks, scale, zero, least)

@@ -34,19 +34,20 @@ def _dequantize(
     n_rows = out.shape[0]
     cols = layout[COLS]
     tag = out.dtype.type(0)
+    step = 32 * out.itemsize
     for chunk in prange(n_chunks):
         scratch = np.empty(scratch_nbytes(layout), np.uint8)
         shuffled = np.empty(permutation.size, out.dtype)
         for i in range(chunk * n_rows // n_chunks, (chunk + 1) * n_rows // n_chunks):
             row = row_ids[i] if row_ids.size else row_start + i
             if permutation.size:
-                unpack_row(layout, data, row, scratch.ctypes.data, shuffled.ctypes.data, tag)
+                unpack_row(layout, data, row, scratch.ctypes.data, shuffled.ctypes.data, step, tag)
                 target = out[i]
                 for j in range(cols):
                     target[permutation[j]] = shuffled[j]
             else:
                 at = out.ctypes.data + i * out.strides[0]
-                unpack_row(layout, data, row, scratch.ctypes.data, at, tag)
+                unpack_row(layout, data, row, scratch.ctypes.data, at, step, tag)
 
 
 @njit(fastmath=_SUM_ANY_ORDER)
@@ -90,7 +91,7 @@ def _few_tokens(layout: Any, data: int, x: Any, n_chunks: int, y: Any) -> None:
             n_here = min(2, rows - row)
             for i in range(n_here):
                 at = w.ctypes.data + 4 * i * cols
-                unpack_row(layout, data, row + i, scratch.ctypes.data, at, np.float32(0))
+                unpack_row(layout, data, row + i, scratch.ctypes.data, at, 128, np.float32(0))
             if n_here == 1:
                 w[1, :] = np.float32(0)
             sums[:] = np.float32(0)

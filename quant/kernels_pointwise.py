@@ -194,18 +194,3 @@ def gate_rows(
                 wrong = sub8(gate, gate)
                 gate = max8(splat8(np.float32(-1e4)), gate)
                 _store(to + j * item, mul8(add8(div8(gate, factor), wrong), up), left, tag)
-
-
-@cached_kernel(parallel=True, nogil=True)
-def transpose_16bit(source: Any, target: Any, n_chunks: int) -> None:
-    """target (cols, rows) = source (rows, cols) turned, 16-bit elements; rows of target may be further apart."""
-    n_rows, n_cols = source.shape
-    n_blocks = (n_rows + 31) // 32
-    for chunk in prange(n_chunks):
-        for block in range(chunk * n_blocks // n_chunks, (chunk + 1) * n_blocks // n_chunks):
-            # 32 elements of a target row are one cache line; their sources stay in the first-level cache.
-            start = 32 * block
-            stop = min(start + 32, n_rows)
-            for col in range(n_cols):
-                for row in range(start, stop):
-                    target[col, row] = source[row, col]

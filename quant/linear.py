@@ -4,7 +4,7 @@ Few tokens: each packed row is unpacked into the first-level cache and multiplie
 packed size. Many tokens: the weight is unpacked to the compute dtype once, into a scratch, and multiplied by the
 BLAS. `crossover_tokens` says where the second becomes faster; the figures come from
 experiments/kernel_speed.py. Cutting the weight into pieces that stay in the cache was tried and is slower: the
-BLAS packs its operands anew for every piece.
+BLAS packs its operands anew for every piece. With AMX our own product (quant/amx.py) does so for any number of tokens.
 
 Importing this module imports torch, not numba.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant import pointwise
+from quant import amx
 from quant.formats import WeightFormat
 from quant.kernel_choice import has_amx, has_native_bf16, has_numba
 from quant.packed import PackedTensor, StackedTensor, write_rows
@@ -27,15 +27,11 @@ _CROSSOVER_TOKENS_F32 = 80
 _CROSSOVER_TOKENS_F32_AVX512 = 24
 # bf16 without instructions for it: torch multiplies at a seventh of the speed of fp32, at any number of tokens.
 _CROSSOVER_TOKENS_EMULATED_BF16 = 1024
-# bf16 with AMX: products of up to 64 tokens take as long as reading the weight, so unpacking decides. The kernel won
-# at 4 tokens by 15 to 35%, at 8 it was level.
+# bf16 with instructions for it: products of up to 64 tokens take as long as reading the weight, so unpacking decides.
+# The kernel won at 4 tokens by 15 to 35%, at 8 it was level.
 _CROSSOVER_TOKENS_NATIVE_BF16 = 6
-
-# With AMX the transposed product won for 2 to 64 tokens by 5 to 60%, at all of six shapes; with more only where rows
-# are long against them: at 128 and 256 tokens for rows of 2,048 and 5,632, not of 576 and 1,536.
-_TURNED_TOKENS = 64
-_TURNED_WIDTH = 2048
-_TURNED_WIDTH_PER_TOKEN = 8
+# With AMX `quant.amx` unpacks into the second-level cache and multiplies there, faster for any number of tokens.
+_CROSSOVER_TOKENS_AMX = 1 << 40
 
 
 def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
@@ -45,6 +41,8 @@ def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -
     """
     if format.is_plain or not has_numba():
         return 0
+    if dtype == torch.bfloat16 and has_amx():
+        return _CROSSOVER_TOKENS_AMX
     if dtype == torch.bfloat16:
         return _CROSSOVER_TOKENS_NATIVE_BF16 if has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
@@ -99,6 +97,8 @@ def linear(
     if permutation is not None:
         # The columns of x are put in packed order, so that neither path has to reorder the weight.
         x = x.index_select(1, permutation.to(torch.int64))
+    if amx.can_multiply(x, weight):
+        return amx.multiply(x, weight, bias, out)
     if x.device.type == "cpu" and 0 < x.shape[0] <= crossover_tokens(weight.format, x.dtype):
         return _few_tokens(x, weight, bias, out)
     return _unpack_and_multiply(x, weight, bias, scratch, out)
@@ -130,40 +130,13 @@ def unpack(
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """A weight of x's dtype. The BLAS takes a row stride for its result: columns of a wider out need no copy."""
-    if _is_better_turned(x, weight):
-        columns = x.t()
-        if bias is None:
-            turned = torch.mm(weight, columns)
-        else:
-            turned = torch.addmm(bias.to(x.dtype)[:, None], weight, columns)
-        return pointwise.transpose(turned, x.new_empty(x.shape[0], weight.shape[0]) if out is None else out)
+    if amx.can_multiply(x, weight):
+        return amx.multiply(x, weight, bias, out)
     if out is None:
         return F.linear(x, weight, bias)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
-
-
-def _is_better_turned(x: Tensor, weight: Tensor) -> bool:
-    """Whether W x^T, turned afterwards, is faster than x W^T.
-
-    AMX reads its first operand as it lies and wants the second one rearranged. Of few tokens that is cheap, while
-    rearranging the weight takes longer than multiplying it.
-    """
-    n_tokens, width = x.shape
-    few = n_tokens <= _TURNED_TOKENS or (
-        width >= _TURNED_WIDTH and width >= _TURNED_WIDTH_PER_TOKEN * n_tokens
-    )
-    return (
-        x.dtype == torch.bfloat16
-        and x.device.type == "cpu"
-        and n_tokens > 1
-        and few
-        and weight.shape[0] > 0
-        and weight.stride(-1) == 1
-        and has_amx()
-        and has_numba()
-    )
 
 
 def _few_tokens(x: Tensor, weight: PackedTensor, bias: Tensor | None, out: Tensor | None) -> Tensor:

@@ -97,16 +97,6 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def transpose(source: Tensor, out: Tensor) -> Tensor:
-    """out (cols, rows) = source (rows, cols) turned, both of one 16-bit dtype on the CPU; rows of out may be apart."""
-    from quant.kernels_pointwise import transpose_16bit
-
-    if out.numel():
-        turned = (source.view(torch.int16).numpy(), out.view(torch.int16).numpy())
-        transpose_16bit(*turned, _n_chunks((source.shape[0] + 31) // 32))
-    return out
-
-
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 

@@ -11,7 +11,7 @@ from kv_helpers import ragged_batch
 from offload.host import _machine_memory
 from quant import kernel_choice, kernels_torch
 from quant.formats import parse_format
-from quant.kernel_choice import has_numba, has_triton
+from quant.kernel_choice import has_amx, has_numba, has_triton
 from quant.kernels_attention import AttentionParams, decode_attention
 from quant.kv import encode_pages, gather_pages
 from quant.kv_formats import parse_cache_format
@@ -23,14 +23,15 @@ from quant.pack import quantize
 def without(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Calls of the context switch the kernels off."""
     yield monkeypatch
-    has_numba.cache_clear()
-    has_triton.cache_clear()
+    for cached in (has_amx, has_numba, has_triton):
+        cached.cache_clear()
 
 
 def switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXRUN_KERNELS", "torch")
+    has_amx.cache_clear()
     has_numba.cache_clear()
-    assert not has_numba()
+    assert not has_numba() and not has_amx()
 
 
 @pytest.mark.parametrize("name", ["int8-g64", "int4-g64", "int3.5-g64", "int4-g32-zp"])

@@ -1,0 +1,95 @@
+"""Products by AMX: sizes, addresses and working memory behind the kernels of `quant.kernels_amx`.
+
+Importing this module imports torch, not numba.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quant.kernel_choice import has_amx
+from quant.packed import PackedTensor
+
+_NO_LAYOUT = np.empty(0, np.int64)
+_TILE = 1024
+_SQUARE = 4 * _TILE
+_PANEL_STEP = 64  # rows: the kernel takes two or four tiles of them at once
+_PANEL_BYTES = 1 << 18
+# Beyond this many numbers tokens come from the third-level cache for every panel, so panels are larger, for all of
+# the second-level one's 2 MiB.
+_FAR_TOKENS = 1 << 18
+_FAR_PANEL_BYTES = 1 << 20
+_MOST_PANEL_ROWS = 256
+# torch's kernels were level for 256 tokens and a tenth to a quarter faster beyond, where rows are short or very long.
+_MOST_PLAIN_TOKENS = 256
+
+
+def can_multiply(x: Tensor, weight: Tensor | PackedTensor) -> bool:
+    """Whether `multiply` takes these and is the faster: bf16 tokens on the CPU, weights bf16 or packed."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.stride(-1) != 1 or not has_amx():
+        return False
+    if isinstance(weight, Tensor):
+        fits = weight.dtype == torch.bfloat16 and weight.stride(-1) == 1
+        return fits and x.shape[0] <= _MOST_PLAIN_TOKENS and min(*x.shape, weight.shape[0]) > 0
+    return min(*x.shape, weight.shape[0]) > 0
+
+
+def multiply(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x (tokens, in) times weight (out, in) transposed, plus bias (out,): what `can_multiply` allows.
+
+    Columns of x are in packed order. Sums are fp32 and rounded once; a token's result does not depend on the others.
+    Working memory: x once more, and for each thread a panel of the weight in bf16, 1 MiB at most unless 64 rows
+    need more.
+    """
+    from quant import kernels_amx
+    from quant.kernels_decode import layout_of
+    from quant.threads import use_torch_threads
+
+    n_tokens, n_cols = x.shape
+    n_rows = weight.shape[0]
+    if out is None:
+        out = x.new_empty(n_tokens, n_rows)
+    if isinstance(weight, PackedTensor):
+        layout = layout_of(weight.format, (n_rows, n_cols))
+        data, stride = weight.buffer.data_ptr(), 0
+    else:
+        layout, data, stride = _NO_LAYOUT, weight.data_ptr(), weight.stride(0) * 2
+    biases = None if bias is None else bias.to(torch.float32).contiguous()
+
+    n_threads = use_torch_threads()
+    n_steps = -(-n_cols // 32)
+    row_bytes = (n_steps + 1) * 64
+    n_tiles = -(-n_tokens // 16) * n_steps
+    are_far = n_tokens * n_cols > _FAR_TOKENS
+    # Tiles are loaded from where the weight lies if that is not slower than copying them first.
+    is_direct = isinstance(weight, Tensor) and data % 64 == 0 and stride % 64 == 0 and n_cols % 32 == 0
+    panel_bytes = _FAR_PANEL_BYTES if are_far and not is_direct else _PANEL_BYTES
+    panel_rows = min(panel_bytes // row_bytes, _MOST_PANEL_ROWS, -(-n_rows // n_threads))
+    panel_rows = max(1, round(panel_rows / _PANEL_STEP)) * _PANEL_STEP
+    workspace_step = panel_rows * row_bytes + _SQUARE
+    work = torch.empty(n_tiles * _TILE + n_threads * workspace_step, dtype=torch.uint8)
+    tiles = work.data_ptr()
+    n_chunks = max(1, min(4 * n_threads, n_tiles // 16))
+    kernels_amx.lay_out_tokens(x.data_ptr(), x.stride(0) * 2, n_tokens, n_cols, tiles, n_chunks)
+    kernels_amx.multiply(
+        layout,
+        data,
+        stride,
+        n_rows,
+        n_cols,
+        tiles,
+        n_tokens,
+        0 if biases is None else biases.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * 2,
+        panel_rows,
+        is_direct,
+        are_far,
+        kernels_amx.CONFIGURATION,
+        tiles + n_tiles * _TILE,
+        workspace_step,
+        n_threads,
+    )
+    return out

@@ -1,0 +1,223 @@
+"""AMX's tiles, and the vectors around them, as LLVM operations that numba can call.
+
+A tile register holds 16 rows of 64 bytes. `multiply_tiles` adds to 16 x 16 fp32 sums the products of 16 rows of 32
+bf16 weights with 32 bf16 numbers of each of 16 tokens; the latter lie in pairs, row p of their tile holds numbers 2p
+and 2p + 1 of all tokens. Tile registers belong to a thread, which configures them first. Memory is addressed by
+integers, and nothing here checks bounds; tiles want addresses on 64 bytes, at others they load at a third of the speed.
+
+Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, "Programming with Intel
+Advanced Matrix Extensions".
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from quant.kernels_simd import declare, load_vector, splat, store_vector
+
+TILE = 1024  # bytes: 16 rows of 64
+
+_i8, _i16, _i32, _i64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_pointer = _i8.as_pointer()
+_void = ir.VoidType()
+_words = ir.VectorType(_i32, 16)
+_floats = ir.VectorType(ir.FloatType(), 16)
+_shorts = ir.VectorType(_i16, 32)
+
+
+class _BFloats(ir.Type):  # type: ignore[misc]
+    """32 of LLVM's bfloat, which llvmlite does not know; values of it are only cast to integers here."""
+
+    def _to_string(self) -> str:
+        return "<32 x bfloat>"
+
+
+def configuration() -> Any:
+    """The 64 bytes that `configure_tiles` takes: palette 1, eight tiles of 16 rows of 64 bytes."""
+    bytes64 = np.zeros(64, np.uint8)
+    bytes64[0] = 1
+    bytes64[16:32].view(np.uint16)[:] = 64
+    bytes64[48:56] = 16
+    return bytes64
+
+
+@intrinsic
+def configure_tiles(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        configure = declare(builder, "llvm.x86.ldtilecfg", _void, [_pointer])
+        builder.call(configure, [builder.inttoptr(args[0], _pointer)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def release_tiles(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.call(declare(builder, "llvm.x86.tilerelease", _void, []), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _tiles(numbers: tuple[Any, ...]) -> list[Any] | None:
+    """Numbers of tile registers, which instructions hold as constants; None if they are not known."""
+    if not all(isinstance(number, types.IntegerLiteral) for number in numbers):
+        return None
+    return [ir.Constant(_i8, number.literal_value) for number in numbers]
+
+
+@intrinsic(prefer_literal=True)
+def zero_tile(typingctx: Any, tile: Any) -> Any:
+    tiles = _tiles((tile,))
+    if tiles is None:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.call(declare(builder, "llvm.x86.tilezero", _void, [_i8]), tiles)
+        return context.get_dummy_value()
+
+    return types.void(tile), codegen
+
+
+def _tile_access(name: str) -> Any:
+    @intrinsic(prefer_literal=True)
+    def access(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
+        tiles = _tiles((tile,))
+        if tiles is None:
+            return None
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            instruction = declare(builder, name, _void, [_i8, _pointer, _i64])
+            builder.call(instruction, [*tiles, builder.inttoptr(args[1], _pointer), args[2]])
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, types.int64), codegen
+
+    return access
+
+
+# (tile, address, bytes from row to row)
+load_tile = _tile_access("llvm.x86.tileloadd64")
+store_tile = _tile_access("llvm.x86.tilestored64")
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tiles(typingctx: Any, sums: Any, weights: Any, tokens: Any) -> Any:
+    """Tile sums += tile weights times tile tokens."""
+    tiles = _tiles((sums, weights, tokens))
+    if tiles is None:
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.call(declare(builder, "llvm.x86.tdpbf16ps", _void, [_i8, _i8, _i8]), tiles)
+        return context.get_dummy_value()
+
+    return types.void(sums, weights, tokens), codegen
+
+
+def _lanes_below(builder: Any, count: Any, n_lanes: int) -> Any:
+    """Mask of the first `count` (int64) of n lanes."""
+    kind = ir.VectorType(_i32, n_lanes)
+    lanes = ir.Constant(kind, list(range(n_lanes)))
+    return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, _i32), kind))
+
+
+def _load_first(builder: Any, address: Any, count: Any, kind: Any, name: str) -> Any:
+    """The first `count` lanes, others zero; memory beyond is not read."""
+    mask = _lanes_below(builder, count, kind.count)
+    load = declare(builder, f"llvm.masked.load.{name}.p0", kind, [kind.as_pointer(), _i32, mask.type, kind])
+    pointer = builder.inttoptr(address, kind.as_pointer())
+    return builder.call(load, [pointer, ir.Constant(_i32, 1), mask, ir.Constant(kind, None)])
+
+
+def _turn(builder: Any, rows: list[Any]) -> list[Any]:
+    """16 vectors of 16 lanes -> the same square turned: for each bit of their numbers, rows and lanes are exchanged."""
+    for bit in (1, 2, 4, 8):
+        turned = list(rows)
+        lanes = range(16)
+        kept = [lane if not lane & bit else 16 + lane - bit for lane in lanes]
+        moved = [lane + bit if not lane & bit else 16 + lane for lane in lanes]
+        for i in lanes:
+            if not i & bit:
+                pair = rows[i], rows[i + bit]
+                turned[i] = builder.shuffle_vector(*pair, ir.Constant(_words, kept))
+                turned[i + bit] = builder.shuffle_vector(*pair, ir.Constant(_words, moved))
+        rows = turned
+    return rows
+
+
+@intrinsic
+def turn_tokens(typingctx: Any, source: Any, stride: Any, n_tokens: Any, n_numbers: Any, tile: Any) -> Any:
+    """Up to 32 bf16 numbers of up to 16 tokens, stride bytes apart -> the tile at address tile; zeros beyond."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, stride, n_tokens, n_numbers, tile = args
+        rows = []
+        for i in range(16):
+            at = builder.add(source, builder.mul(stride, ir.Constant(_i64, i)))
+            here = builder.select(
+                builder.icmp_signed("<", ir.Constant(_i64, i), n_tokens), n_numbers, ir.Constant(_i64, 0)
+            )
+            rows.append(builder.bitcast(_load_first(builder, at, here, _shorts, "v32i16"), _words))
+        for i, row in enumerate(_turn(builder, rows)):
+            store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def copy32(typingctx: Any, source: Any, n: Any, target: Any) -> Any:
+    """The first n of 32 elements of 16 bits at address source, then zeros, to address target."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store_vector(builder, _load_first(builder, args[0], args[1], _shorts, "v32i16"), args[2])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def turn_sums(
+    typingctx: Any, first: Any, second: Any, bias: Any, n_rows: Any, out: Any, stride: Any, n_tokens: Any
+) -> Any:
+    """Sums of two tiles, 16 weight rows by 16 tokens each -> 32 bf16 numbers of every token, stride bytes apart.
+
+    bias: address of the rows' fp32 biases, or 0. Only the first n_rows numbers of the first n_tokens are written.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second, bias, n_rows, out, stride, n_tokens = args
+        halves = []
+        for half, tile in enumerate((first, second)):
+            rows = [
+                load_vector(builder, builder.add(tile, ir.Constant(_i64, 64 * i)), _words) for i in range(16)
+            ]
+            left = builder.sub(n_rows, ir.Constant(_i64, 16 * half))
+            none = builder.icmp_signed("==", bias, ir.Constant(_i64, 0))
+            left = builder.select(none, ir.Constant(_i64, 0), left)
+            at = builder.add(bias, ir.Constant(_i64, 64 * half))
+            biases = _load_first(builder, at, left, _floats, "v16f32")
+            halves.append(
+                [builder.fadd(builder.bitcast(row, _floats), biases) for row in _turn(builder, rows)]
+            )
+        narrow = declare(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _BFloats(), [_floats, _floats])
+        mask = _lanes_below(builder, n_rows, 32)
+        store = declare(
+            builder, "llvm.masked.store.v32i16.p0", _void, [_shorts, _shorts.as_pointer(), _i32, mask.type]
+        )
+        for i in range(16):
+            # The lower half of the result comes from the second operand.
+            numbers = builder.bitcast(builder.call(narrow, [halves[1][i], halves[0][i]]), _shorts)
+            at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i)))
+            here = builder.icmp_signed("<", ir.Constant(_i64, i), n_tokens)
+            with builder.if_then(here):
+                pointer = builder.inttoptr(at, _shorts.as_pointer())
+                builder.call(store, [numbers, pointer, ir.Constant(_i32, 1), mask])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
