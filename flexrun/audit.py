@@ -47,7 +47,10 @@ def warm_up(llm: LLM, prompt: Sequence[int], *, max_tokens: int) -> None:
     """Run one request with so many new tokens (0: a scored text; 2 decode once).
 
     Kernels are compiled or loaded and memory is touched: once, however long a job is, and no part of what a pass takes.
+    A virtual machine may get fresh memory from its host at a third of a disk's rate.
     """
+    for arena in llm.runtime.arenas.values():
+        arena.touch()
     params = SamplingParams(temperature=0.0, max_tokens=max(1, max_tokens), ignore_eos=True)
     llm.engine.add_request("warm-up", prompt, params, score_from=None if max_tokens else len(prompt) - 1)
     while llm.engine.has_unfinished():

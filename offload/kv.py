@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from offload.kv_chunk import ChunkAttention, plan_chunk
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
 from offload.units import AttentionParams
 from policy.workload import DEFAULT_ATTENTION_STAGING_BYTES
+from quant import pointwise
 from quant.kv import decode_pages, encode_pages
 from quant.kv_batch import PagedBatch
 
@@ -98,6 +100,55 @@ class LayerCache:
 
     def append(self, chunk: ChunkAttention, key: Tensor, value: Tensor) -> None:
         """Store key and value (tokens, n_kv_heads, head_dim) of a chunk: whole pages encoded, the rest in tails."""
+        if self._can_place(key) and self._can_place(value):
+            self._place(chunk, key, value)
+        else:
+            self._put(chunk, key, value)
+        if chunk.full_tail_slots:
+            assert self.tails is not None
+            full = self.tails[chunk.on(key.device).full_tail_rows]
+            self._store_pages(full[:, 0], full[:, 1], chunk.full_tail_slots)
+
+    def _can_place(self, x: Tensor) -> bool:
+        """Whether tokens are kept as they are and a compiled kernel can copy them to where they belong."""
+        return pointwise.fits(x) and x.dtype == self.shape.tail_dtype and not self.shape.fmt.is_packed
+
+    def _place(self, chunk: ChunkAttention, key: Tensor, value: Tensor) -> None:
+        """Copy each token's heads straight into its page or tail."""
+        page, width = self.shape.page_tokens, self.shape.head_dim * key.element_size()
+        if chunk.page_slots:
+            pages = np.repeat(self._page_addresses(chunk.page_slots), page)
+            pages += np.tile(np.arange(page) * width, len(chunk.page_slots))
+            tokens, side = chunk.indices.page_tokens.numpy(), self.shape.n_kv_heads * page * width
+            pointwise.place(key, tokens, pages, page * width)
+            pointwise.place(value, tokens, pages + side, page * width)
+        index = chunk.indices
+        if not index.tail_tokens.numel():
+            return
+        if self.tails is not None:
+            row, side, head, step = (n * key.element_size() for n in self.tails.stride()[:4])
+            places = index.tail_rows.numpy() * row + index.tail_offsets.numpy() * step + self.tails.data_ptr()
+            pointwise.place(key, index.tail_tokens.numpy(), places, head)
+            pointwise.place(value, index.tail_tokens.numpy(), places + side, head)
+        if self.tails_leave:
+            assert self.outbox is not None
+            k, v = key[index.tail_tokens], value[index.tail_tokens]
+            self.outbox.add_tails(index.tail_rows, index.tail_offsets, k, v)
+
+    def _page_addresses(self, slots: list[int]) -> Any:
+        """Where these pages are written, int64 (n,): at home if that is here, else in the outbox."""
+        away = [slot for slot in slots if slot >= self.n_resident]
+        begin, stride = self.resident.data_ptr(), self.resident.stride(0)
+        places = {slot: begin + slot * stride for slot in slots if slot < self.n_resident}
+        if away:
+            assert self.outbox is not None
+            rows = self.outbox.take(away)
+            begin, stride = rows.data_ptr(), rows.stride(0)
+            places.update((slot, begin + i * stride) for i, slot in enumerate(away))
+        return np.array([places[slot] for slot in slots], dtype=np.int64)
+
+    def _put(self, chunk: ChunkAttention, key: Tensor, value: Tensor) -> None:
+        """The same by torch's operations, on any device, and for packed pages."""
         page, index = self.shape.page_tokens, chunk.on(key.device)
         if chunk.page_slots:
             # (n_pages * page_tokens, n_kv_heads, head_dim) -> (n_pages, n_kv_heads, page_tokens, head_dim)
@@ -113,10 +164,6 @@ class LayerCache:
             if self.tails_leave:
                 assert self.outbox is not None
                 self.outbox.add_tails(chunk.indices.tail_rows, chunk.indices.tail_offsets, k, v)
-        if chunk.full_tail_slots:
-            assert self.tails is not None
-            full = self.tails[index.full_tail_rows]
-            self._store_pages(full[:, 0], full[:, 1], chunk.full_tail_slots)
 
     def _store_pages(self, k: Tensor, v: Tensor, slots: list[int]) -> None:
         """Encode pages k, v (n_pages, n_kv_heads, page_tokens, head_dim) into their slots or the outbox."""

@@ -31,6 +31,7 @@ from quant.kernels_kv_simd import (
     sub8,
     sum_lanes,
 )
+from quant.kernels_simd import copy_bytes
 
 _F32 = np.float32(0)  # the tag of fp32
 
@@ -194,3 +195,24 @@ def gate_rows(
                 wrong = sub8(gate, gate)
                 gate = max8(splat8(np.float32(-1e4)), gate)
                 _store(to + j * item, mul8(add8(div8(gate, factor), wrong), up), left, tag)
+
+
+@cached_kernel(parallel=True, nogil=True)
+def place_heads(
+    source: int,
+    token_stride: int,
+    head_stride: int,
+    tokens: Any,
+    targets: Any,
+    n_heads: int,
+    target_head_stride: int,
+    nbytes: int,
+    n_chunks: int,
+) -> None:
+    """Heads of nbytes of tokens[i] -> address targets[i] and on, target_head_stride apart; strides in bytes."""
+    n = tokens.size
+    for chunk in prange(n_chunks):
+        for i in range(chunk * n // n_chunks, (chunk + 1) * n // n_chunks):
+            for head in range(n_heads):
+                at = source + tokens[i] * token_stride + head * head_stride
+                copy_bytes(targets[i] + head * target_head_stride, at, nbytes)

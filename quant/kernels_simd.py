@@ -74,6 +74,18 @@ put_float = _writer(types.float32)
 
 
 @intrinsic
+def copy_bytes(typingctx: Any, target: Any, source: Any, n: Any) -> Any:
+    """n bytes from address source to address target, which do not overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source = (builder.inttoptr(address, _i8.as_pointer()) for address in args[:2])
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
 def fill16(typingctx: Any, address: Any, value: Any) -> Any:
     """16 fp32 at address = value."""
 

@@ -97,6 +97,28 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
+def place(x: Tensor, tokens: Any, targets: Any, head_stride: int) -> None:
+    """Copy heads of x (tokens, heads, size): those of tokens[i] to address targets[i] and on, head_stride bytes apart.
+
+    tokens, targets: int64 numpy arrays; the caller owns the memory there.
+    """
+    from quant.kernels_pointwise import place_heads
+
+    if len(tokens):
+        item = x.element_size()
+        place_heads(
+            x.data_ptr(),
+            x.stride(0) * item,
+            x.stride(1) * item,
+            tokens,
+            targets,
+            x.shape[1],
+            head_stride,
+            x.shape[2] * item,
+            _n_chunks(len(tokens)),
+        )
+
+
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 
