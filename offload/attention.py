@@ -26,21 +26,28 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, params: Attention
     total, n_kv_heads = key.shape[1], key.shape[2]
     heads_per_kv = n_heads // n_kv_heads
     windowed = 0 < params.window < total
+    # torch's CPU kernel reads a KV head for all its query heads; other devices' fused kernels may not, and would
+    # be passed over.
+    shares_heads = heads_per_kv > 1 and query.device.type == "cpu"
     if params.softcap or params.alibi_slopes is not None:
         return _explicit(query, key, value, params)
     # (batch, n, heads, head_dim) -> (batch, heads, n, head_dim)
     q = query.transpose(1, 2)
     k = key.transpose(1, 2)
     v = value.transpose(1, 2)
-    if heads_per_kv > 1:
+    if heads_per_kv > 1 and not shares_heads:
         # (batch, n_kv_heads, total, head_dim) -> (batch, n_heads, total, head_dim)
         k = k.repeat_interleave(heads_per_kv, dim=1)
         v = v.repeat_interleave(heads_per_kv, dim=1)
     if n == total and not windowed:
-        out = scaled_dot_product_attention(q, k, v, is_causal=n > 1, scale=params.scale)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=n > 1, scale=params.scale, enable_gqa=shares_heads
+        )
     else:
         mask = causal_mask(n, total, params.window, query.device)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=params.scale)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=params.scale, enable_gqa=shares_heads
+        )
     return out.transpose(1, 2)
 
 

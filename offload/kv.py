@@ -111,7 +111,9 @@ class LayerCache:
 
     def _can_place(self, x: Tensor) -> bool:
         """Whether tokens are kept as they are and a compiled kernel can copy them to where they belong."""
-        return pointwise.fits(x) and x.dtype == self.shape.tail_dtype and not self.shape.fmt.is_packed
+        fmt = self.shape.fmt
+        is_kept = not fmt.is_packed and x.dtype == self.shape.tail_dtype == getattr(torch, fmt.dtype)
+        return is_kept and pointwise.fits(x)
 
     def _place(self, chunk: ChunkAttention, key: Tensor, value: Tensor) -> None:
         """Copy each token's heads straight into its page or tail."""
