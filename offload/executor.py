@@ -22,11 +22,11 @@ from offload.kv import LayerCache, attend_first_segments
 from offload.kv_chunk import ChunkAttention, plan_chunk
 from offload.lanes import Handle, Lanes
 from offload.pages import SEGMENT_TOKENS, CacheSequence, PageAllocator
-from offload.units import AttentionParams, AttentionUnit, Model, Unit, Weight
+from offload.units import AttentionParams, AttentionUnit, Model, Unit
 from offload.weights import WeightStore
 from policy.schedule import BatchPlan, Depths, Op, OpKind, UnitPlan, ZigZag
 from policy.tiers import Tier
-from quant.linear import linear
+from quant.linear import add_linear, gated_linear, linear
 
 
 class LogitSink(Protocol):
@@ -73,7 +73,27 @@ class _Piece(NamedTuple):
     n_tokens: int
 
 
-class _Chunk:
+class _Products:
+    """The products that a unit may ask its context for. Vectors keep the checkpoint's type until they are used."""
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """x (tokens, in_features) @ weight.T + bias."""
+        return linear(x, weight, _as(x, bias))
+
+    def gated(self, x: Tensor, weight: Any, bias: Tensor | None, activation: str) -> Tensor:
+        """activation(gate) * up of that, whose first half are the gates."""
+        return gated_linear(x, weight, _as(x, bias), activation)
+
+    def add_linear(self, total: Tensor, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """total += that, in place."""
+        return add_linear(total, x, weight, _as(x, bias))
+
+
+def _as(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+
+
+class _Chunk(_Products):
     """The context of one chunk of tokens of one gpu batch: what a unit's forward may ask for."""
 
     def __init__(
@@ -105,10 +125,6 @@ class _Chunk:
         self.layer_cache.append(self.attention, key, value)
         return self.layer_cache.attend(self.attention, query, key, value, params)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """x (tokens, in_features) @ weight.T + bias."""
-        return _linear(x, weight, bias)
-
     def memo(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self._memo:
             self._memo[key] = make()
@@ -118,7 +134,7 @@ class _Chunk:
         raise RuntimeError("logits are made from selected rows only")
 
 
-class _Rows:
+class _Rows(_Products):
     """The context of units that work on the selected logit rows (final norm, head slices)."""
 
     def __init__(self, first_row: int, sink: LogitSink | None, compute_dtype: torch.dtype) -> None:
@@ -131,21 +147,12 @@ class _Rows:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         raise RuntimeError("units after the layers have no attention")
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return _linear(x, weight, bias)
-
     def memo(self, key: object, make: Callable[[], Any]) -> Any:
         return make()
 
     def put_logits(self, start: int, logits: Tensor) -> None:
         if self._sink is not None:
             self._sink.put(self._first_row, start, logits)
-
-
-def _linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)  # vectors keep the checkpoint's type
-    return linear(x, weight, bias)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)

@@ -106,6 +106,18 @@ class Context(Protocol):
         """x (tokens, in_features) @ weight.T + bias, whatever the weight's storage."""
         ...
 
+    def gated(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """activation(gate) * up of `linear`'s result, whose first half are the gates: half as wide."""
+        ...
+
+    def add_linear(
+        self, total: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """total += `linear`'s result, in place."""
+        ...
+
     def memo(self, key: object, make: Callable[[], Any]) -> Any:
         """A value shared by all units for this chunk in this pass (rope tables), made on first use."""
         ...

@@ -12,6 +12,9 @@ from torch import Tensor
 from quant.kernel_choice import has_amx
 from quant.packed import PackedTensor
 
+# What becomes of a product, by the kernels' numbers.
+MODES = {"write": 0, "add": 1, "silu": 2, "gelu_tanh": 3}
+
 _NO_LAYOUT = np.empty(0, np.int64)
 _TILE = 1024
 _SQUARE = 4 * _TILE
@@ -36,13 +39,24 @@ def can_multiply(x: Tensor, weight: Tensor | PackedTensor) -> bool:
     return min(*x.shape, weight.shape[0]) > 0
 
 
-def multiply(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def multiply(
+    x: Tensor,
+    weight: Tensor | PackedTensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    *,
+    mode: str = "write",
+) -> Tensor:
     """x (tokens, in) times weight (out, in) transposed, plus bias (out,): what `can_multiply` allows.
 
+    mode: a name in MODES; "write" to out, (tokens, out), if given, "add" to it, or for the name of an activation write
+    activation(first half of the columns) * second half, (tokens, out / 2).
     Columns of x are in packed order. Sums are fp32 and rounded once; a token's result does not depend on the others.
     Working memory: x once more, and for each thread a panel of the weight in bf16, 1 MiB at most unless 64 rows
     need more.
     """
+    if not has_amx():  # without the system's permission the first tile would end the process
+        raise RuntimeError("this processor, system or build has no AMX; ask can_multiply first")
     from quant import kernels_amx
     from quant.kernels_decode import layout_of
     from quant.threads import use_torch_threads
@@ -50,7 +64,7 @@ def multiply(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, out:
     n_tokens, n_cols = x.shape
     n_rows = weight.shape[0]
     if out is None:
-        out = x.new_empty(n_tokens, n_rows)
+        out = x.new_empty(n_tokens, n_rows // 2 if MODES[mode] >= 2 else n_rows)
     if isinstance(weight, PackedTensor):
         layout = layout_of(weight.format, (n_rows, n_cols))
         data, stride = weight.buffer.data_ptr(), 0
@@ -84,6 +98,7 @@ def multiply(x: Tensor, weight: Tensor | PackedTensor, bias: Tensor | None, out:
         0 if biases is None else biases.data_ptr(),
         out.data_ptr(),
         out.stride(0) * 2,
+        MODES[mode],
         panel_rows,
         is_direct,
         are_far,

@@ -6,6 +6,9 @@ rows with two of tokens at a time, their four squares of sums in registers. So a
 packed size. Nothing about a token's result depends on the other tokens: they have columns of their own in
 every tile, and the order of a sum is that of the weight's columns.
 
+Where rows are gates and ups of an MLP, a square holds 16 of either, and what is written is activation(gate) * up.
+Results can also be added to what is there: the residual, without another walk over memory.
+
 Addresses are plain integers, owned and checked by `quant.amx`.
 """
 
@@ -24,14 +27,17 @@ from quant.kernels_amx_simd import (
     multiply_tiles,
     release_tiles,
     store_tile,
+    turn_gated,
     turn_sums,
     turn_tokens,
     zero_tile,
 )
-from quant.kernels_decode import prefetch_row, scratch_nbytes, unpack_row
+from quant.kernels_decode import ROWS, prefetch_row, scratch_nbytes, unpack_row
 from quant.kernels_simd import prefetch, prefetch_for_writing
 
 CONFIGURATION = configuration()
+# What becomes of a product: it is written, added to what is there, or its first half of rows gates the second.
+WRITE, ADD, SILU, GELU_TANH = range(4)
 _BF16 = np.uint16(0)  # the tag of bf16
 _PAIR = 2 * TILE
 _ROWS_AHEAD = 8
@@ -55,25 +61,58 @@ def lay_out_tokens(x: int, stride: int, n_tokens: int, n_cols: int, tiles: int, 
 
 
 @njit
-def _unpack_panel(
-    layout: Any, data: int, row: int, n_rows: int, n_cols: int, scratch: int, panel: int, panel_stride: int
-) -> None:
-    """Rows of a packed matrix -> rows of the panel, zeros up to whole tiles of columns."""
-    for i in range(n_rows):
-        at = panel + i * panel_stride
-        if n_cols % 32:
-            last = at + n_cols // 32 * 64
-            copy32(last, 0, last)
-        prefetch_row(layout, data, row + i + _ROWS_AHEAD)
-        unpack_row(layout, data, row + i, scratch, at, 64, _BF16)
+def _source_row(i: int, row: int, up_rows: int) -> int:
+    """The matrix row behind row i of the panel that begins with row `row`: in order, or 16 gates, 16 ups and so on.
+
+    up_rows: how many rows after its gate an up is, 0 for matrices without.
+    """
+    if up_rows == 0:
+        return row + i
+    return row + i // 32 * 16 + i % 16 + (up_rows if i % 32 >= 16 else 0)
 
 
 @njit
-def _copy_panel(data: int, stride: int, n_rows: int, n_cols: int, panel: int, panel_stride: int) -> None:
-    """Rows of a bf16 matrix, stride bytes apart -> rows of the panel, zeros up to whole tiles of columns."""
+def _unpack_panel(
+    layout: Any,
+    data: int,
+    row: int,
+    up_rows: int,
+    n_rows: int,
+    n_cols: int,
+    scratch: int,
+    panel: int,
+    panel_stride: int,
+) -> None:
+    """Rows of a packed matrix -> n_rows rows of the panel, zeros up to whole tiles of columns."""
+    last = layout[ROWS] - 1
     for i in range(n_rows):
+        at = panel + i * panel_stride
+        if n_cols % 32:
+            end = at + n_cols // 32 * 64
+            copy32(end, 0, end)
+        prefetch_row(layout, data, _source_row(i + _ROWS_AHEAD, row, up_rows))
+        # Where gates end within a tile, rows that nobody reads fill it.
+        source = min(_source_row(i, row, up_rows), last)
+        unpack_row(layout, data, source, scratch, at, 64, _BF16)
+
+
+@njit
+def _copy_panel(
+    data: int,
+    stride: int,
+    row: int,
+    up_rows: int,
+    n_rows: int,
+    last: int,
+    n_cols: int,
+    panel: int,
+    panel_stride: int,
+) -> None:
+    """Rows of a bf16 matrix, stride bytes apart -> n_rows rows of the panel, zeros up to whole tiles of columns."""
+    for i in range(n_rows):
+        source = data + min(_source_row(i, row, up_rows), last) * stride
         for col in range(0, n_cols, 32):
-            copy32(data + i * stride + 2 * col, n_cols - col, panel + i * panel_stride + 2 * col)
+            copy32(source + 2 * col, n_cols - col, panel + i * panel_stride + 2 * col)
 
 
 @njit
@@ -87,7 +126,7 @@ def _multiply_square(
     y: int,
     y_stride: int,
     w_ahead: int,
-    w_ahead_stride: int,
+    w_twin: int,
     n_w: int,
     x_ahead: int,
     n_x: int,
@@ -95,8 +134,9 @@ def _multiply_square(
     """Registers 0 to 3 += two tiles of rows times two tiles of tokens, along n_steps tiles of columns.
 
     w_stride, w_next, x_next: bytes from a row, a tile of rows and a tile of tokens to the next. Meanwhile memory that
-    is needed next is fetched: y, where the result goes, 32 rows of one line each; n_w lines for each step from w_ahead
-    on, w_ahead_stride bytes apart; n_x lines for each step, n_steps lines apart, from x_ahead on.
+    is needed next is fetched: y, where the result goes, 32 rows of one line each; for each step lines of n_w rows
+    from w_ahead on, and as many w_twin bytes after them unless that is 0; n_x lines for each step, n_steps lines
+    apart, from x_ahead on.
     """
     for step in range(n_steps):
         load_tile(4, w, w_stride)
@@ -110,7 +150,10 @@ def _multiply_square(
         if step < 32:
             prefetch_for_writing(y + step * y_stride)
         for i in range(n_w):
-            prefetch(w_ahead + i * w_ahead_stride)
+            prefetch(w_ahead + i * w_stride)
+        if w_twin:
+            for i in range(n_w):
+                prefetch(w_ahead + w_twin + i * w_stride)
         for i in range(n_x):
             prefetch(x_ahead + i * n_steps * 64)
         w += 64
@@ -120,17 +163,17 @@ def _multiply_square(
 
 
 @njit
-def _multiply_column(w: int, w_stride: int, w_next: int, x: int, n_steps: int) -> None:
-    """Registers 0 to 3 += four tiles of rows times one of tokens."""
+def _multiply_column(w: int, w_stride: int, w_next: int, w_pair: int, x: int, n_steps: int) -> None:
+    """Registers 0 to 3 += four tiles of rows, two pairs, times one of tokens."""
     for _ in range(n_steps):
         load_tile(7, x, 64)
         load_tile(4, w, w_stride)
         multiply_tiles(0, 4, 7)
         load_tile(5, w + w_next, w_stride)
         multiply_tiles(1, 5, 7)
-        load_tile(6, w + 2 * w_next, w_stride)
+        load_tile(6, w + w_pair, w_stride)
         multiply_tiles(2, 6, 7)
-        load_tile(4, w + 3 * w_next, w_stride)
+        load_tile(4, w + w_pair + w_next, w_stride)
         multiply_tiles(3, 4, 7)
         w += 64
         x += TILE
@@ -140,32 +183,39 @@ def _multiply_column(w: int, w_stride: int, w_next: int, x: int, n_steps: int) -
 def _multiply_panel(
     w: int,
     w_stride: int,
+    w_next: int,
+    w_pair: int,
     n_rows: int,
     x: int,
     n_tokens: int,
     n_steps: int,
     bias: int,
+    up_bias: int,
     y: int,
     y_stride: int,
+    mode: int,
     sums: int,
     w_ahead: int,
-    w_ahead_stride: int,
+    w_twin: int,
     n_ahead: int,
     are_far: bool,
 ) -> None:
-    """All tokens with the n_rows of a panel; the results are columns of y."""
+    """All tokens with a panel of n_rows results, which are columns of y.
+
+    w_next, w_pair: bytes from the first tile of rows of a square to the second, and from a square to the next.
+    """
     n_blocks = (n_tokens + 15) // 16
-    n_pairs = (n_rows + 31) // 32
+    width = 32 if mode < SILU else 16  # results of a square
+    n_pairs = (n_rows + width - 1) // width
     x_next = n_steps * TILE
-    w_next = 16 * w_stride
     n_x = (32 + n_pairs - 1) // n_pairs if are_far else 0
     for block in range(0, n_blocks - 1, 2):
         tokens = x + block * x_next
         for pair in range(n_pairs):
-            row = 32 * pair
+            row = width * pair
             _zero_sums()
             _multiply_square(
-                w + row * w_stride,
+                w + pair * w_pair,
                 w_stride,
                 w_next,
                 tokens,
@@ -174,24 +224,26 @@ def _multiply_panel(
                 y + 16 * block * y_stride + 2 * row,
                 y_stride,
                 w_ahead,
-                w_ahead_stride,
+                w_twin,
                 n_ahead,
                 tokens + 2 * x_next + n_x * pair * n_steps * 64,
                 n_x,
             )
-            w_ahead += n_ahead * w_ahead_stride
+            w_ahead += n_ahead * w_stride
             _store_sums(sums)
             for i in range(2):
                 token = 16 * (block + i)
-                _write(sums + i * _PAIR, bias, row, n_rows, y, y_stride, token, n_tokens)
+                _write(sums + i * _PAIR, bias, up_bias, row, n_rows, y, y_stride, token, n_tokens, mode)
     if n_blocks % 2:
-        block = n_blocks - 1
-        for row in range(0, n_rows, 64):
+        token = 16 * (n_blocks - 1)
+        for pair in range(0, n_pairs, 2):
             _zero_sums()
-            _multiply_column(w + row * w_stride, w_stride, w_next, x + block * x_next, n_steps)
+            tokens = x + (n_blocks - 1) * x_next
+            _multiply_column(w + pair * w_pair, w_stride, w_next, w_pair, tokens, n_steps)
             _store_sums(sums)
-            for i in range(min(2, (n_rows - row + 31) // 32)):
-                _write(sums + i * _PAIR, bias, row + 32 * i, n_rows, y, y_stride, 16 * block, n_tokens)
+            for i in range(min(2, n_pairs - pair)):
+                row = width * (pair + i)
+                _write(sums + i * _PAIR, bias, up_bias, row, n_rows, y, y_stride, token, n_tokens, mode)
 
 
 @njit
@@ -212,12 +264,28 @@ def _store_sums(sums: int) -> None:
 
 @njit
 def _write(
-    sums: int, bias: int, row: int, n_rows: int, y: int, y_stride: int, token: int, n_tokens: int
+    sums: int,
+    bias: int,
+    up_bias: int,
+    row: int,
+    n_rows: int,
+    y: int,
+    y_stride: int,
+    token: int,
+    n_tokens: int,
+    mode: int,
 ) -> None:
-    """Sums of 32 rows and 16 tokens -> y."""
-    to_bias = bias + 4 * row if bias else 0
+    """Sums of two tiles of rows and 16 tokens -> y."""
     target = y + token * y_stride + 2 * row
-    turn_sums(sums, sums + TILE, to_bias, n_rows - row, target, y_stride, n_tokens - token)
+    if bias:
+        bias += 4 * row
+        up_bias += 4 * row
+    n_rows -= row
+    n_tokens -= token
+    if mode < SILU:
+        turn_sums(sums, sums + TILE, bias, n_rows, target, y_stride, n_tokens, mode == ADD)
+    else:
+        turn_gated(sums, sums + TILE, bias, up_bias, n_rows, target, y_stride, n_tokens, mode == GELU_TANH)
 
 
 @cached_kernel(parallel=True, nogil=True)
@@ -232,6 +300,7 @@ def multiply(
     bias: int,
     y: int,
     y_stride: int,
+    mode: int,
     panel_rows: int,
     is_direct: bool,
     are_far: bool,
@@ -240,52 +309,64 @@ def multiply(
     workspace_step: int,
     n_threads: int,
 ) -> None:
-    """y = the tokens laid out at x times the matrix at data, transposed, plus bias; bf16, rows y_stride bytes apart.
+    """The tokens laid out at x times the n_rows rows of the matrix at data, plus bias -> y, bf16, as mode says.
 
+    Rows of y are y_stride bytes apart; where the first half of the rows gates the second, y has n_rows / 2 columns.
     layout: of a packed matrix; empty for bf16 rows stride bytes apart, whose tiles are loaded from where they lie if
     is_direct. bias: fp32 (n_rows,) or 0. panel_rows: a multiple of 64. are_far: whether tokens are too many to stay in
     the second-level cache. workspace: for each thread, workspace_step bytes on, a square of sums and a panel's rows.
     """
     n_steps = (n_cols + 31) // 32
-    n_units = (n_rows + 31) // 32
+    up_rows = n_rows // 2 if mode >= SILU else 0
+    n_results = up_rows if up_rows else n_rows
+    width = 16 if up_rows else 32  # results of a square
+    step = panel_rows // 32 * width
+    n_units = (n_results + width - 1) // width
     # An odd number of lines: rows that are a power of two apart would share few sets of the first-level cache.
     panel_stride = (n_steps // 2 * 2 + 1) * 64
     n_ahead = 0
     if not layout.size and panel_rows * panel_stride <= _MOST_AHEAD:
         n_squares = (n_tokens + 31) // 32
-        n_ahead = min(_MOST_LINES, (32 + n_squares - 1) // n_squares)
+        n_ahead = min(_MOST_LINES * width // 32, (width + n_squares - 1) // n_squares)
     for thread in prange(n_threads):
         configure_tiles(configuration.ctypes.data)
         scratch = np.empty(scratch_nbytes(layout) if layout.size else 0, np.uint8)
         sums = workspace + thread * workspace_step
         panel = sums + _SQUARE
-        first = thread * n_units // n_threads * 32
-        last = min((thread + 1) * n_units // n_threads * 32, n_rows)
-        for row in range(first, last, panel_rows):
-            n_here = min(panel_rows, last - row)
-            source = data + row * stride
-            ahead = source + panel_rows * stride
-            w, w_stride = panel, panel_stride
+        first = thread * n_units // n_threads * width
+        last = min((thread + 1) * n_units // n_threads * width, n_results)
+        for row in range(first, last, step):
+            n_here = min(step, last - row)
+            n_filled = n_here if up_rows == 0 else (n_here + 15) // 16 * 32
+            w, w_stride, w_next, w_pair = panel, panel_stride, 16 * panel_stride, 32 * panel_stride
+            ahead, twin, n_lines = 0, 0, 0
             if layout.size:
-                _unpack_panel(layout, data, row, n_here, n_cols, scratch.ctypes.data, panel, panel_stride)
-            elif is_direct and n_here % 64 == 0:
-                w, w_stride = source, stride
+                at = scratch.ctypes.data
+                _unpack_panel(layout, data, row, up_rows, n_filled, n_cols, at, panel, panel_stride)
+            elif is_direct and n_here % (2 * width) == 0:
+                w, w_stride, w_pair = data + row * stride, stride, width * stride
+                w_next = up_rows * stride if up_rows else 16 * stride
+                ahead, twin, n_lines = w + step * stride, up_rows * stride, n_ahead
             else:
-                _copy_panel(source, stride, n_here, n_cols, panel, panel_stride)
+                _copy_panel(data, stride, row, up_rows, n_filled, n_rows - 1, n_cols, panel, panel_stride)
             _multiply_panel(
                 w,
                 w_stride,
+                w_next,
+                w_pair,
                 n_here,
                 x,
                 n_tokens,
                 n_steps,
                 bias + 4 * row if bias else 0,
+                bias + 4 * (up_rows + row) if bias else 0,
                 y + 2 * row,
                 y_stride,
+                mode,
                 sums,
                 ahead,
-                stride,
-                n_ahead,
+                twin,
+                n_lines,
                 are_far,
             )
         release_tiles()

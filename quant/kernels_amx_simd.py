@@ -181,43 +181,153 @@ def copy32(typingctx: Any, source: Any, n: Any, target: Any) -> Any:
     return types.void(*[types.int64] * 3), codegen
 
 
+def _sums_with_bias(builder: Any, tile: Any, bias: Any, n_rows: Any) -> list[Any]:
+    """16 weight rows by 16 tokens of fp32 sums -> one vector for each token, the rows' biases added.
+
+    bias: address of fp32 numbers, n_rows of which may be read, or 0.
+    """
+    rows = [load_vector(builder, builder.add(tile, ir.Constant(_i64, 64 * i)), _words) for i in range(16)]
+    none = builder.icmp_signed("==", bias, ir.Constant(_i64, 0))
+    biases = _load_first(builder, bias, builder.select(none, ir.Constant(_i64, 0), n_rows), _floats, "v16f32")
+    return [builder.fadd(builder.bitcast(row, _floats), biases) for row in _turn(builder, rows)]
+
+
+def _narrow(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors of 16 fp32 -> 32 bf16 as integers, those of low first."""
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    narrow = declare(builder, name, _BFloats(), [_floats, _floats])
+    return builder.bitcast(builder.call(narrow, [high, low]), _shorts)
+
+
+def _store_first(builder: Any, value: Any, address: Any, mask: Any) -> None:
+    kind = value.type
+    name = f"llvm.masked.store.v{kind.count}i16.p0"
+    store = declare(builder, name, _void, [kind, kind.as_pointer(), _i32, mask.type])
+    pointer = builder.inttoptr(address, kind.as_pointer())
+    builder.call(store, [value, pointer, ir.Constant(_i32, 1), mask])
+
+
 @intrinsic
 def turn_sums(
-    typingctx: Any, first: Any, second: Any, bias: Any, n_rows: Any, out: Any, stride: Any, n_tokens: Any
+    typingctx: Any,
+    first: Any,
+    second: Any,
+    bias: Any,
+    n_rows: Any,
+    out: Any,
+    stride: Any,
+    n_tokens: Any,
+    adds: Any,
 ) -> Any:
     """Sums of two tiles, 16 weight rows by 16 tokens each -> 32 bf16 numbers of every token, stride bytes apart.
 
     bias: address of the rows' fp32 biases, or 0. Only the first n_rows numbers of the first n_tokens are written.
+    adds: whether what is there is added to them.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, second, bias, n_rows, out, stride, n_tokens = args
-        halves = []
-        for half, tile in enumerate((first, second)):
-            rows = [
-                load_vector(builder, builder.add(tile, ir.Constant(_i64, 64 * i)), _words) for i in range(16)
-            ]
-            left = builder.sub(n_rows, ir.Constant(_i64, 16 * half))
-            none = builder.icmp_signed("==", bias, ir.Constant(_i64, 0))
-            left = builder.select(none, ir.Constant(_i64, 0), left)
-            at = builder.add(bias, ir.Constant(_i64, 64 * half))
-            biases = _load_first(builder, at, left, _floats, "v16f32")
-            halves.append(
-                [builder.fadd(builder.bitcast(row, _floats), biases) for row in _turn(builder, rows)]
-            )
-        narrow = declare(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", _BFloats(), [_floats, _floats])
+        first, second, bias, n_rows, out, stride, n_tokens, adds = args
+        none = ir.Constant(_i64, 0)
+        low = _sums_with_bias(builder, first, bias, n_rows)
+        half = ir.Constant(_i64, 64)
+        second_bias = builder.select(builder.icmp_signed("==", bias, none), bias, builder.add(bias, half))
+        high = _sums_with_bias(builder, second, second_bias, builder.sub(n_rows, ir.Constant(_i64, 16)))
         mask = _lanes_below(builder, n_rows, 32)
-        store = declare(
-            builder, "llvm.masked.store.v32i16.p0", _void, [_shorts, _shorts.as_pointer(), _i32, mask.type]
-        )
+        to_add = builder.select(adds, n_rows, none)
+        halves = (ir.Constant(ir.VectorType(_i32, 16), list(range(k, k + 16))) for k in (0, 16))
+        low_lanes, high_lanes = halves
         for i in range(16):
-            # The lower half of the result comes from the second operand.
-            numbers = builder.bitcast(builder.call(narrow, [halves[1][i], halves[0][i]]), _shorts)
             at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i)))
-            here = builder.icmp_signed("<", ir.Constant(_i64, i), n_tokens)
-            with builder.if_then(here):
-                pointer = builder.inttoptr(at, _shorts.as_pointer())
-                builder.call(store, [numbers, pointer, ir.Constant(_i32, 1), mask])
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i), n_tokens)):
+                there = _load_first(builder, at, to_add, _shorts, "v32i16")
+                totals = []
+                for sums, lanes in ((low[i], low_lanes), (high[i], high_lanes)):
+                    part = builder.zext(builder.shuffle_vector(there, there, lanes), _words)
+                    part = builder.shl(part, ir.Constant(_words, [16] * 16))
+                    totals.append(builder.fadd(sums, builder.bitcast(part, _floats)))
+                _store_first(builder, _narrow(builder, *totals), at, mask)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), codegen
+    return types.void(*[types.int64] * 7, types.boolean), codegen
+
+
+def _number(value: float) -> Any:
+    return ir.Constant(_floats, [value] * 16)
+
+
+def _call(builder: Any, name: str, *args: Any) -> Any:
+    """LLVM's function of that name for 16 fp32."""
+    return builder.call(declare(builder, f"llvm.{name}.v16f32", _floats, [_floats] * len(args)), args)
+
+
+def _clamp(builder: Any, x: Any, least: float, most: float | None = None) -> Any:
+    """Bounds for x; NaN becomes a bound."""
+    x = builder.select(builder.fcmp_ordered(">", x, _number(least)), x, _number(least))
+    if most is not None:
+        x = builder.select(builder.fcmp_ordered("<", x, _number(most)), x, _number(most))
+    return x
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """e^x for x in -87..87 within 2 units in the last place, as `kernels_kv_simd.exp8` computes it."""
+    n = _call(builder, "rint", builder.fmul(x, _number(1.44269504088896341)))
+    r = _call(builder, "fma", n, _number(-0.693359375), x)
+    r = _call(builder, "fma", n, _number(2.12194440e-4), r)
+    p = _number(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = _call(builder, "fma", p, r, _number(factor))
+    p = builder.fadd(_call(builder, "fma", p, builder.fmul(r, r), r), _number(1.0))
+    exponent = builder.add(builder.fptosi(n, _words), ir.Constant(_words, [127] * 16))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(_words, [23] * 16)), _floats)
+    return builder.fmul(p, power)
+
+
+def _gated(builder: Any, gate: Any, up: Any, is_gelu: Any) -> Any:
+    """activation(gate) * up: SiLU, or tanh-GELU; both are gate / (1 + e^-z). As `kernels_pointwise.gate_rows`."""
+    cubic = builder.fmul(builder.fmul(gate, gate), builder.fmul(gate, _number(0.044715)))
+    gelu = builder.fmul(builder.fadd(gate, cubic), _number(1.5957691216057308))
+    z = _clamp(builder, builder.select(is_gelu, gelu, gate), -87.0, 87.0)
+    factor = builder.fadd(_exp(builder, builder.fsub(_number(0.0), z)), _number(1.0))
+    # Far below zero the quotient is zero, for the largest numbers too; infinity less itself is NaN.
+    wrong = builder.fsub(gate, gate)
+    quotient = builder.fdiv(_clamp(builder, gate, -1e4), factor)
+    return builder.fmul(builder.fadd(quotient, wrong), up)
+
+
+@intrinsic
+def turn_gated(
+    typingctx: Any,
+    gates: Any,
+    ups: Any,
+    bias: Any,
+    up_bias: Any,
+    n_rows: Any,
+    out: Any,
+    stride: Any,
+    n_tokens: Any,
+    is_gelu: Any,
+) -> Any:
+    """Sums of a tile of gates and a tile of ups -> activation(gate) * up, 16 bf16 numbers of every token.
+
+    bias, up_bias: addresses of the rows' fp32 biases, or 0 both. Otherwise as `turn_sums`.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        gates, ups, bias, up_bias, n_rows, out, stride, n_tokens, is_gelu = args
+        pairs = zip(
+            _sums_with_bias(builder, gates, bias, n_rows),
+            _sums_with_bias(builder, ups, up_bias, n_rows),
+            strict=True,
+        )
+        results = [_gated(builder, gate, up, is_gelu) for gate, up in pairs]
+        mask = _lanes_below(builder, n_rows, 16)
+        for i in range(0, 16, 2):
+            two = _narrow(builder, results[i], results[i + 1])
+            for k in range(2):
+                lanes = ir.Constant(ir.VectorType(_i32, 16), list(range(16 * k, 16 * k + 16)))
+                at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i + k)))
+                with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i + k), n_tokens)):
+                    _store_first(builder, builder.shuffle_vector(two, two, lanes), at, mask)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8, types.boolean), codegen

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quant import amx
+from quant import amx, pointwise
 from quant.formats import WeightFormat
 from quant.kernel_choice import has_amx, has_native_bf16, has_numba
 from quant.packed import PackedTensor, StackedTensor, write_rows
@@ -102,6 +102,44 @@ def linear(
     if x.device.type == "cpu" and 0 < x.shape[0] <= crossover_tokens(weight.format, x.dtype):
         return _few_tokens(x, weight, bias, out)
     return _unpack_and_multiply(x, weight, bias, scratch, out)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor | PackedTensor | StackedTensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    """activation(gate) * up, (tokens, out / 2), of `linear`'s result, whose first half are the gates.
+
+    activation: a name in `quant.pointwise.ACTIVATIONS`. Fused where a kernel can: nothing is rounded in between.
+    """
+    taken = _for_tiles(x, weight) if activation in pointwise.GATES else None
+    if taken is not None:
+        return amx.multiply(*taken, bias, None, mode=activation)
+    return pointwise.gate(linear(x, weight, bias), activation)
+
+
+def add_linear(
+    total: Tensor, x: Tensor, weight: Tensor | PackedTensor | StackedTensor, bias: Tensor | None
+) -> Tensor:
+    """total (tokens, out) += `linear`'s result, in place; rounded once where a kernel can do it in one walk."""
+    taken = _for_tiles(x, weight)
+    if taken is not None and total.dtype == x.dtype and total.stride(-1) == 1:
+        return amx.multiply(*taken, bias, total, mode="add")
+    return total.add_(linear(x, weight, bias))
+
+
+def _for_tiles(
+    x: Tensor, weight: Tensor | PackedTensor | StackedTensor
+) -> tuple[Tensor, Tensor | PackedTensor] | None:
+    """x and weight as `amx.multiply` takes them, or None if it does not."""
+    if isinstance(weight, StackedTensor):
+        return None
+    if isinstance(weight, PackedTensor) and weight.format.is_plain:
+        weight = weight.part("data")
+    if x.shape[1] != weight.shape[1] or not amx.can_multiply(x, weight):
+        return None
+    if isinstance(weight, PackedTensor) and weight.permutation is not None:
+        x = x.index_select(1, weight.permutation.to(torch.int64))
+    return x, weight
 
 
 def unpack(

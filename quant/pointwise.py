@@ -1,20 +1,30 @@
 """Norms, rotary positions and gated activations in one walk over memory, where compiled CPU kernels can do them.
 
-Each function answers for tensors that `fits` admits. Importing this module imports torch, not numba.
+Each function answers for tensors that `fits` admits, `gate` for all. Importing this module imports torch, not numba.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quant.kernel_choice import has_numba
 
 _TAGS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-# Activations of gates that `gate` knows, by their names in model configurations.
+# By their names in model configurations.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+# Those of gates that the kernels know, by the kernels' numbers.
 GATES = {"silu": 0, "gelu_tanh": 1}
 # Chunks of rows per thread: a thread that is late holds up the others for less.
 _CHUNKS_PER_THREAD = 2
@@ -77,8 +87,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def gate(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up of gate_up (tokens, 2 * size), the gate first: contiguous (tokens, size).
 
-    activation: a name in GATES.
+    activation: a name in ACTIVATIONS. Any device and dtype; where no kernel does it, torch's operations do.
     """
+    if activation not in GATES or not fits(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate).mul_(up)
     from quant.kernels_pointwise import gate_rows
 
     n_rows, size = gate_up.shape[0], gate_up.shape[1] // 2

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from flexrun.model.assemble import DecoderModel
 from flexrun.model.mapping import match_tensors
 from offload.units import AttentionParams, TensorSpec
+from quant.pointwise import ACTIVATIONS
 
 
 class Table:
@@ -102,6 +103,15 @@ class ReferenceRun:
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def gated(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        gate, up = self.linear(x, weight, bias).chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    def add_linear(
+        self, total: torch.Tensor, x: torch.Tensor, weight: Any, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return total.add_(self.linear(x, weight, bias))
 
     def memo(self, key: object, make: Callable[[], Any]) -> Any:
         if key not in self.memos:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flexrun.model.attention import ParallelBlock, SelfAttention
-from flexrun.model.blocks import UnitBase, add_residual, apply_norm, dense_mlp, norm_input
+from flexrun.model.blocks import UnitBase, add_projection, add_residual, apply_norm, mlp_inner, norm_input
 from flexrun.model.moe import expert_mlp
 from flexrun.model.schema import ModelConfig
 from flexrun.model.specs import UnitSpec, unit_specs
@@ -38,11 +38,11 @@ class Mlp(UnitBase):
     def forward(self, weights: Weights, hidden: torch.Tensor, context: Context) -> torch.Tensor:
         config, moe = self.config, self.layer_config.moe
         x = norm_input(config, "mlp", weights, hidden)
-        if moe is None:
-            out = dense_mlp(config, weights, x, context)
-        else:
+        if moe is not None:
             out = expert_mlp(config, moe, weights, x, context)
-        return add_residual(config, "mlp", weights, hidden, out)
+            return add_residual(config, "mlp", weights, hidden, out)
+        inner = mlp_inner(config, weights, x, context)
+        return add_projection(config, "mlp", weights, hidden, inner, "down", context)
 
 
 class FinalNorm(UnitBase):

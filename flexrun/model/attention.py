@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexrun.model.blocks import UnitBase, add_residual, apply_norm, dense_mlp, norm_input, normalize
+from flexrun.model.blocks import UnitBase, add_projection, apply_norm, mlp_inner, norm_input, normalize
 from flexrun.model.rope import apply_rope, rope_tables
 from flexrun.model.schema import ModelConfig
 from flexrun.model.specs import UnitSpec
@@ -48,14 +48,11 @@ class SelfAttention(UnitBase):
             query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         return query, key, value, None
 
-    def output(self, weights: Weights, attended: torch.Tensor, context: Context) -> torch.Tensor:
-        """attended (tokens, n_heads, head_dim) -> (tokens, hidden_size)."""
-        return context.linear(attended.flatten(1), weights["out"], weights.get("out.bias"))
-
     def finish(
         self, weights: Weights, hidden: torch.Tensor, attended: torch.Tensor, carry: Any, context: Context
     ) -> torch.Tensor:
-        return add_residual(self.config, "attn", weights, hidden, self.output(weights, attended, context))
+        # attended (tokens, n_heads, head_dim) -> (tokens, hidden_size)
+        return add_projection(self.config, "attn", weights, hidden, attended.flatten(1), "out", context)
 
     def forward(self, weights: Weights, hidden: torch.Tensor, context: Context) -> torch.Tensor:
         query, key, value, carry = self.project(weights, hidden, context)
@@ -72,5 +69,6 @@ class ParallelBlock(SelfAttention):
         # The norm is made again rather than carried: it is cheap, and may have been made long ago.
         name = "mlp_norm" if self.config.residual == "parallel" else "attn_norm"
         x = apply_norm(self.config, name, weights, hidden)
-        total = hidden.add_(self.output(weights, attended, context))
-        return total.add_(dense_mlp(self.config, weights, x, context))
+        total = context.add_linear(hidden, attended.flatten(1), weights["out"], weights.get("out.bias"))
+        inner = mlp_inner(self.config, weights, x, context)
+        return context.add_linear(total, inner, weights["down"], weights.get("down.bias"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -11,14 +9,7 @@ from flexrun.model.schema import LayerConfig, ModelConfig, NormConfig
 from flexrun.model.specs import UnitSpec
 from offload.units import Context, TensorSpec, Weights
 from quant import pointwise
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
+from quant.pointwise import ACTIVATIONS
 
 
 def normalize(
@@ -63,19 +54,28 @@ class UnitBase:
         return f"{type(self).__name__}({self.name})"
 
 
-def dense_mlp(config: ModelConfig, weights: Weights, x: torch.Tensor, context: Context) -> torch.Tensor:
-    """x (tokens, hidden_size) -> (tokens, hidden_size)."""
-    activation = ACTIVATIONS[config.activation]
+def mlp_inner(config: ModelConfig, weights: Weights, x: torch.Tensor, context: Context) -> torch.Tensor:
+    """x (tokens, hidden_size) -> what the down projection reads, (tokens, ffn_size)."""
     if config.gated:
-        gate_up = context.linear(x, weights["gate_up"], weights.get("gate_up.bias"))
-        if config.activation in pointwise.GATES and pointwise.fits(gate_up):
-            inner = pointwise.gate(gate_up, config.activation)
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)  # each (tokens, ffn_size)
-            inner = activation(gate).mul_(up)
-    else:
-        inner = activation(context.linear(x, weights["up"], weights.get("up.bias")))
-    return context.linear(inner, weights["down"], weights.get("down.bias"))
+        return context.gated(x, weights["gate_up"], weights.get("gate_up.bias"), config.activation)
+    return ACTIVATIONS[config.activation](context.linear(x, weights["up"], weights.get("up.bias")))
+
+
+def add_projection(
+    config: ModelConfig,
+    name: str,
+    weights: Weights,
+    hidden: torch.Tensor,
+    x: torch.Tensor,
+    projection: str,
+    context: Context,
+) -> torch.Tensor:
+    """hidden + the projection of x, as `add_residual` adds: in one walk where no norm comes between."""
+    weight, bias = weights[projection], weights.get(projection + ".bias")
+    if config.norm_placement == "sandwich":
+        return add_residual(config, name, weights, hidden, context.linear(x, weight, bias))
+    total = context.add_linear(hidden, x, weight, bias)
+    return _post_norm(config, name, weights, total)
 
 
 def add_residual(
@@ -85,9 +85,12 @@ def add_residual(
     (sandwich), or `name`_norm after it (post), which makes a tensor of its own."""
     if config.norm_placement == "sandwich":
         out = apply_norm(config, f"{name}_post_norm", weights, out)
-    total = hidden.add_(out)
+    return _post_norm(config, name, weights, hidden.add_(out))
+
+
+def _post_norm(config: ModelConfig, name: str, weights: Weights, total: torch.Tensor) -> torch.Tensor:
     if config.norm_placement == "post":
-        total = apply_norm(config, f"{name}_norm", weights, total)
+        return apply_norm(config, f"{name}_norm", weights, total)
     return total
 
 

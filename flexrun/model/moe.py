@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from flexrun.model.blocks import ACTIVATIONS
 from flexrun.model.schema import ModelConfig, MoeConfig
 from offload.units import Context, Weights
 
@@ -27,7 +26,6 @@ def expert_mlp(
 
     Tokens are sorted by expert, so that each expert is applied once, to all its tokens together.
     """
-    activation = ACTIVATIONS[config.activation]
     shares, experts = route(moe, weights, x, context)
     order = experts.flatten().argsort(stable=True)  # (tokens * n_experts_per_token,)
     tokens = order // moe.n_experts_per_token
@@ -39,8 +37,8 @@ def expert_mlp(
         if count == 0:
             continue
         rows = tokens[begin : begin + count]
-        gate, up = context.linear(x[rows], weights[f"experts.{expert}.gate_up"]).chunk(2, dim=-1)
-        out = context.linear(activation(gate).mul_(up), weights[f"experts.{expert}.down"])
+        inner = context.gated(x[rows], weights[f"experts.{expert}.gate_up"], None, config.activation)
+        out = context.linear(inner, weights[f"experts.{expert}.down"])
         total.index_add_(0, rows, out.float() * shares[begin : begin + count])
         begin += count
     return total.to(x.dtype)
