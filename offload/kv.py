@@ -252,7 +252,7 @@ class LayerCache:
         plan = chunk.decode_plan(
             window=params.window, page_tokens=self.shape.page_tokens, n_kv_heads=self.shape.n_kv_heads
         )
-        out = decode_attention(query.float(), self._paged(chunk), _kernel_params(params), plan=plan)
+        out = decode_attention(query, self._paged(chunk), _kernel_params(params), plan=plan)
         return out.to(query.dtype)
 
     def _paged(self, chunk: ChunkAttention) -> PagedBatch:

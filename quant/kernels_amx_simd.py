@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quant.kernels_simd import declare, load_vector, splat, store_vector
+from quant.kernels_simd16 import clamp, exp_lanes, number
 
 TILE = 1024  # bytes: 16 rows of 64
 
@@ -251,46 +252,15 @@ def turn_sums(
     return types.void(*[types.int64] * 7, types.boolean), codegen
 
 
-def _number(value: float) -> Any:
-    return ir.Constant(_floats, [value] * 16)
-
-
-def _call(builder: Any, name: str, *args: Any) -> Any:
-    """LLVM's function of that name for 16 fp32."""
-    return builder.call(declare(builder, f"llvm.{name}.v16f32", _floats, [_floats] * len(args)), args)
-
-
-def _clamp(builder: Any, x: Any, least: float, most: float | None = None) -> Any:
-    """Bounds for x; NaN becomes a bound."""
-    x = builder.select(builder.fcmp_ordered(">", x, _number(least)), x, _number(least))
-    if most is not None:
-        x = builder.select(builder.fcmp_ordered("<", x, _number(most)), x, _number(most))
-    return x
-
-
-def _exp(builder: Any, x: Any) -> Any:
-    """e^x for x in -87..87 within 2 units in the last place, as `kernels_kv_simd.exp8` computes it."""
-    n = _call(builder, "rint", builder.fmul(x, _number(1.44269504088896341)))
-    r = _call(builder, "fma", n, _number(-0.693359375), x)
-    r = _call(builder, "fma", n, _number(2.12194440e-4), r)
-    p = _number(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = _call(builder, "fma", p, r, _number(factor))
-    p = builder.fadd(_call(builder, "fma", p, builder.fmul(r, r), r), _number(1.0))
-    exponent = builder.add(builder.fptosi(n, _words), ir.Constant(_words, [127] * 16))
-    power = builder.bitcast(builder.shl(exponent, ir.Constant(_words, [23] * 16)), _floats)
-    return builder.fmul(p, power)
-
-
 def _gated(builder: Any, gate: Any, up: Any, is_gelu: Any) -> Any:
     """activation(gate) * up: SiLU, or tanh-GELU; both are gate / (1 + e^-z). As `kernels_pointwise.gate_rows`."""
-    cubic = builder.fmul(builder.fmul(gate, gate), builder.fmul(gate, _number(0.044715)))
-    gelu = builder.fmul(builder.fadd(gate, cubic), _number(1.5957691216057308))
-    z = _clamp(builder, builder.select(is_gelu, gelu, gate), -87.0, 87.0)
-    factor = builder.fadd(_exp(builder, builder.fsub(_number(0.0), z)), _number(1.0))
+    cubic = builder.fmul(builder.fmul(gate, gate), builder.fmul(gate, number(0.044715)))
+    gelu = builder.fmul(builder.fadd(gate, cubic), number(1.5957691216057308))
+    z = clamp(builder, builder.select(is_gelu, gelu, gate), -87.0, 87.0)
+    factor = builder.fadd(exp_lanes(builder, builder.fsub(number(0.0), z)), number(1.0))
     # Far below zero the quotient is zero, for the largest numbers too; infinity less itself is NaN.
     wrong = builder.fsub(gate, gate)
-    quotient = builder.fdiv(_clamp(builder, gate, -1e4), factor)
+    quotient = builder.fdiv(clamp(builder, gate, -1e4), factor)
     return builder.fmul(builder.fadd(quotient, wrong), up)
 
 
@@ -331,3 +301,55 @@ def turn_gated(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8, types.boolean), codegen
+
+
+# Where `_interleave` puts 32 numbers: the first vector holds those of the lower halves of four lanes of 8, the second
+# those of the upper halves.
+_LOW = [lane * 8 + k for lane in range(4) for k in range(4)]
+_HIGH = [lane * 8 + 4 + k for lane in range(4) for k in range(4)]
+
+
+@intrinsic
+def pair_rows(
+    typingctx: Any, first: Any, second: Any, keeps_first: Any, keeps_second: Any, low: Any, high: Any
+) -> Any:
+    """32 bf16 numbers of two rows -> pairs, one number of each: those of _LOW to address low, of _HIGH to high.
+
+    Zeros stand for a row that is not kept, whatever it holds.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second, keeps_first, keeps_second, low, high = args
+        rows = []
+        for address, keeps in ((first, keeps_first), (second, keeps_second)):
+            row = builder.bitcast(load_vector(builder, address, _shorts), _words)
+            row = builder.and_(row, splat(builder, builder.sext(keeps, _i32), _words))
+            rows.append(builder.bitcast(row, _shorts))
+        for places, target in ((_LOW, low), (_HIGH, high)):
+            lanes = [n for place in places for n in (place, 32 + place)]
+            pairs = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(_i32, 32), lanes))
+            store_vector(builder, pairs, target)
+        return context.get_dummy_value()
+
+    kinds = [types.int64, types.int64, types.boolean, types.boolean, types.int64, types.int64]
+    return types.void(*kinds), codegen
+
+
+@intrinsic
+def add_in_order(typingctx: Any, total: Any, factor: Any, low: Any, high: Any) -> Any:
+    """32 fp32 at address total = total * factor + what lies at low (for the numbers of _LOW) and high (_HIGH)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total, factor, low, high = args
+        parts = load_vector(builder, low, _floats), load_vector(builder, high, _floats)
+        where = {place: i for i, place in enumerate([*_LOW, *_HIGH])}
+        scale = splat(builder, factor, _floats)
+        for half in range(2):
+            lanes = [where[16 * half + i] for i in range(16)]
+            part = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_i32, 16), lanes))
+            at = builder.add(total, ir.Constant(_i64, 64 * half))
+            old = load_vector(builder, at, _floats)
+            store_vector(builder, builder.fadd(builder.fmul(old, scale), part), at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64), codegen

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quant.kernel_choice import has_native_bf16, has_numba
+from quant.kernel_choice import has_amx, has_native_bf16, has_numba
 from quant.kv import MIN_VECTOR_DIM, gather_pages
 from quant.kv_batch import PagedBatch, page_addresses, part_offsets, plain_format, tail_addresses
 from quant.kv_formats import CacheFormat
@@ -180,8 +180,7 @@ def decode_attention(
     n_segments = len(plan.segments)
     slopes = np.asarray(params.alibi_slopes or (), dtype=np.float32).reshape(batch.n_kv_heads, -1)
     tail_format = plain_format(batch.tails.dtype)
-    jit.decode_attention(
-        q.float().contiguous().view(grouped).numpy(),
+    where = (
         out.view(grouped).numpy(),
         page_addresses(batch),
         tail_addresses(batch),
@@ -195,15 +194,33 @@ def decode_attention(
         np.empty((n_segments, 2, group), dtype=np.float32),
         part_offsets(batch.fmt, batch.page_tokens, batch.n_kv_heads, batch.head_dim),
         part_offsets(tail_format, batch.page_tokens, batch.n_kv_heads, batch.head_dim),
+    )
+    how = (np.float32(params.scale), np.float32(params.softcap), slopes)
+    if _suits_tiles(q, batch):
+        from quant import kernels_attention_amx
+        from quant.kernels_amx import CONFIGURATION
+
+        query = q.contiguous()
+        kernels_attention_amx.decode_attention(
+            query.data_ptr(), *where, batch.page_tokens, *how, CONFIGURATION
+        )
+        return out
+    jit.decode_attention(
+        q.float().contiguous().view(grouped).numpy(),
+        *where,
         batch.fmt.row_nbytes(batch.head_dim) if batch.fmt.is_packed else batch.head_dim,
         batch.page_tokens,
-        np.float32(params.scale),
-        np.float32(params.softcap),
-        slopes,
+        *how,
         TAGS[batch.fmt.name],
         TAGS[tail_format.name],
     )
     return out
+
+
+def _suits_tiles(q: Tensor, batch: PagedBatch) -> bool:
+    """Whether the kernel for AMX takes these: bf16 throughout, in whole tiles."""
+    is_bf16 = q.dtype == batch.tails.dtype == torch.bfloat16 and batch.fmt.name == "bf16"
+    return is_bf16 and batch.head_dim % 32 == 0 and batch.page_tokens % 32 == 0 and has_amx()
 
 
 def _attend_in_torch(q: Tensor, batch: PagedBatch, params: AttentionParams, out: Tensor) -> Tensor:

@@ -331,7 +331,7 @@ def _attend_share(
 
 
 @njit
-def _merge(out: Any, partial_acc: Any, partial_state: Any, begin: int, end: int) -> None:
+def merge_segments(out: Any, partial_acc: Any, partial_state: Any, begin: int, end: int) -> None:
     """out (group, head_dim) = weighted mean of the values of segments begin..end; 0 without tokens."""
     group, head_dim = out.shape
     for g in range(group):
@@ -405,7 +405,7 @@ def decode_attention(
         )
     n_kv_heads = q.shape[1]
     for head in prange(len(head_bounds) - 1):
-        _merge(
+        merge_segments(
             out[head // n_kv_heads, head % n_kv_heads],
             partial_acc,
             partial_state,

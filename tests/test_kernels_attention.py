@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from kv_helpers import ragged_batch
 from torch import Tensor
 
+from quant.kernel_choice import has_amx
 from quant.kernels_attention import (
     AttentionParams,
+    _suits_tiles,
     attend_gathered,
     decode_attention,
     packed_is_faster,
@@ -221,3 +223,67 @@ def test_faster_path_is_known_for_every_format() -> None:
         assert answers == sorted(answers, reverse=True), (
             "more heads per KV head never favour reading in place"
         )
+
+
+@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 31, 32, 33, 64, 65, 96, 150, 700]), min_size=1, max_size=5),
+    page_tokens=st.sampled_from([32, 64, 96]),
+    n_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 8, 16, 17, 33]),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    window=st.sampled_from([0, 0, 1, 7, 32, 40, 100]),
+    alibi=st.booleans(),
+    n_threads=st.sampled_from([1, 2, 5]),
+)
+def test_by_tiles_equals_plain_attention(
+    lengths: list[int],
+    page_tokens: int,
+    n_kv_heads: int,
+    group: int,
+    head_dim: int,
+    softcap: float,
+    window: int,
+    alibi: bool,
+    n_threads: int,
+) -> None:
+    """bf16 pages and queries: only the probabilities are rounded besides. Tails end in NaN."""
+    batch, expected = ragged_batch(
+        "bf16",
+        lengths,
+        page_tokens=page_tokens,
+        head_dim=head_dim,
+        tail_dtype=torch.bfloat16,
+        n_kv_heads=n_kv_heads,
+    )
+    generator = torch.Generator().manual_seed(group)
+    q = torch.randn(len(lengths), n_kv_heads * group, head_dim, generator=generator).bfloat16()
+    slopes = tuple((0.05 * torch.rand(n_kv_heads * group, generator=generator)).tolist()) if alibi else None
+    params = AttentionParams(scale=head_dim**-0.5, softcap=softcap, window=window, alibi_slopes=slopes)
+    assert _suits_tiles(q, batch)
+    plan = plan_decode(
+        batch.seq_lens,
+        batch.tail_lens,
+        page_tokens=page_tokens,
+        n_kv_heads=n_kv_heads,
+        window=window,
+        n_threads=n_threads,
+    )
+    found = decode_attention(q, batch, params, plan=plan)
+    for i, (k, v) in enumerate(expected):
+        wanted = plain_attention(q[i], k, v, params)
+        torch.testing.assert_close(found[i].double(), wanted, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+def test_by_tiles_a_sequence_does_not_depend_on_the_others() -> None:
+    lengths = [5, 64, 100, 33, 200]
+    batch, _ = ragged_batch("bf16", lengths, page_tokens=32, head_dim=64, tail_dtype=torch.bfloat16)
+    q = torch.randn(5, 8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    params = AttentionParams(scale=0.125)
+    together = decode_attention(q, batch, params)
+    for i in range(5):
+        alone = decode_attention(q[i : i + 1], batch.rows(slice(i, i + 1)), params)
+        assert torch.equal(alone[0], together[i])

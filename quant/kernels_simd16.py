@@ -1,0 +1,134 @@
+"""Sixteen-lane fp32 vectors for numba, one register with AVX512: what attention by AMX is written in.
+
+The eight-lane ones of `quant.kernels_kv_simd` serve every processor. Memory is addressed by integers; callers own it.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+from quant.kernels_simd import declare, load_vector, splat, store_vector
+
+_i32 = ir.IntType(32)
+_words = ir.VectorType(_i32, 16)
+_floats = ir.VectorType(ir.FloatType(), 16)
+
+
+class _Float32x16(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="Float32x16")
+
+
+float32x16 = _Float32x16()
+
+
+@register_model(_Float32x16)
+class _Float32x16Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _floats)
+
+
+@intrinsic
+def load16(typingctx: Any, address: Any) -> Any:
+    """16 fp32 at address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return load_vector(builder, args[0], _floats)
+
+    return float32x16(types.int64), codegen
+
+
+@intrinsic
+def store16(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write 16 fp32 to address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store_vector(builder, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, float32x16), codegen
+
+
+@intrinsic
+def splat16(typingctx: Any, value: Any) -> Any:
+    """One fp32 in all lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return splat(builder, args[0], _floats)
+
+    return float32x16(types.float32), codegen
+
+
+def _binary(compute: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+    def operation(typingctx: Any, a: Any, b: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return compute(builder, *args)
+
+        return float32x16(float32x16, float32x16), codegen
+
+    return operation
+
+
+add16 = _binary(lambda builder, a, b: builder.fadd(a, b))
+sub16 = _binary(lambda builder, a, b: builder.fsub(a, b))
+mul16 = _binary(lambda builder, a, b: builder.fmul(a, b))
+div16 = _binary(lambda builder, a, b: builder.fdiv(a, b))
+max16 = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+min16 = _binary(lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
+
+
+@intrinsic
+def fma16(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return call_lanes(builder, "fma", *args)
+
+    return float32x16(float32x16, float32x16, float32x16), codegen
+
+
+@intrinsic
+def exp16(typingctx: Any, x: Any) -> Any:
+    """e^x for x up to 88 within 2 units in the last place; below -87 it stays at e^-87, about 1e-38."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return exp_lanes(builder, clamp(builder, args[0], -87.0))
+
+    return float32x16(float32x16), codegen
+
+
+# -- for code that builds LLVM operations itself ----------------------------------------------------------------
+
+
+def number(value: float) -> Any:
+    return ir.Constant(_floats, [value] * 16)
+
+
+def call_lanes(builder: Any, name: str, *args: Any) -> Any:
+    """LLVM's function of that name for 16 fp32."""
+    return builder.call(declare(builder, f"llvm.{name}.v16f32", _floats, [_floats] * len(args)), args)
+
+
+def clamp(builder: Any, x: Any, least: float, most: float | None = None) -> Any:
+    """Bounds for x; NaN becomes a bound."""
+    x = builder.select(builder.fcmp_ordered(">", x, number(least)), x, number(least))
+    if most is not None:
+        x = builder.select(builder.fcmp_ordered("<", x, number(most)), x, number(most))
+    return x
+
+
+def exp_lanes(builder: Any, x: Any) -> Any:
+    """e^x for x in -87..87 within 2 units in the last place, as `kernels_kv_simd.exp8` computes it."""
+    n = call_lanes(builder, "rint", builder.fmul(x, number(1.44269504088896341)))
+    r = call_lanes(builder, "fma", n, number(-0.693359375), x)
+    r = call_lanes(builder, "fma", n, number(2.12194440e-4), r)
+    p = number(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = call_lanes(builder, "fma", p, r, number(factor))
+    p = builder.fadd(call_lanes(builder, "fma", p, builder.fmul(r, r), r), number(1.0))
+    exponent = builder.add(builder.fptosi(n, _words), ir.Constant(_words, [127] * 16))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(_words, [23] * 16)), _floats)
+    return builder.fmul(p, power)
