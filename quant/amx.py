@@ -5,6 +5,8 @@ Importing this module imports torch, not numba.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +29,27 @@ _FAR_PANEL_BYTES = 1 << 20
 _MOST_PANEL_ROWS = 256
 # torch's kernels were level for 256 tokens and a tenth to a quarter faster beyond, where rows are short or very long.
 _MOST_PLAIN_TOKENS = 256
+
+
+class _Local(threading.local):
+    """A thread's working memory, kept from product to product."""
+
+    work = torch.empty(0, dtype=torch.uint8)
+
+
+_LOCAL = _Local()
+
+
+def _workspace(nbytes: int) -> Tensor:
+    """This thread's working memory, of at least so many bytes.
+
+    Memory of this size, taken and given back between the results of every layer, made the C library's heap grow by
+    hundreds of megabytes in one process of three.
+    """
+    if _LOCAL.work.numel() < nbytes:
+        _LOCAL.work = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+        _LOCAL.work = torch.empty(nbytes, dtype=torch.uint8)
+    return _LOCAL.work
 
 
 def can_multiply(x: Tensor, weight: Tensor | PackedTensor) -> bool:
@@ -83,7 +106,7 @@ def multiply(
     panel_rows = min(panel_bytes // row_bytes, _MOST_PANEL_ROWS, -(-n_rows // n_threads))
     panel_rows = max(1, round(panel_rows / _PANEL_STEP)) * _PANEL_STEP
     workspace_step = panel_rows * row_bytes + _SQUARE
-    work = torch.empty(n_tiles * _TILE + n_threads * workspace_step, dtype=torch.uint8)
+    work = _workspace(n_tiles * _TILE + n_threads * workspace_step)
     tiles = work.data_ptr()
     n_chunks = max(1, min(4 * n_threads, n_tiles // 16))
     kernels_amx.lay_out_tokens(x.data_ptr(), x.stride(0) * 2, n_tokens, n_cols, tiles, n_chunks)

@@ -201,8 +201,10 @@ def decode_attention(
         from quant.kernels_amx import CONFIGURATION
 
         query = q.contiguous()
+        step = kernels_attention_amx.scratch_nbytes(batch.page_tokens, batch.head_dim)
+        work = torch.empty((len(plan.share_bounds) - 1) * step, dtype=torch.uint8)
         kernels_attention_amx.decode_attention(
-            query.data_ptr(), *where, batch.page_tokens, *how, CONFIGURATION
+            query.data_ptr(), *where, batch.page_tokens, *how, CONFIGURATION, work.data_ptr(), step
         )
         return out
     jit.decode_attention(

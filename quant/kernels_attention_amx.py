@@ -47,9 +47,8 @@ BLOCK = 32  # tokens at once
 _ROW = 64  # bytes: the fp32 scores of a token for 16 heads
 
 
-@njit
 def scratch_nbytes(page_tokens: int, head_dim: int) -> int:
-    """Working memory of a thread: queries, a page's scores, its probabilities and V's pairs, sums of 32 channels."""
+    """Working memory of a share: queries, a page's scores, its probabilities and V's pairs, sums of 32 channels."""
     return head_dim * 32 + page_tokens * (_ROW + 32 + 2 * head_dim) + 2 * TILE + 4 * _ROW
 
 
@@ -287,17 +286,19 @@ def decode_attention(
     softcap: Any,
     slopes: Any,
     configuration: Any,
+    workspace: int,
+    workspace_step: int,
 ) -> None:
     """As `kernels_attention_jit.decode_attention`, for bf16 pages and tails.
 
     query: address of bf16 (batch, n_kv_heads, group, head_dim), contiguous. head_dim, page_tokens: multiples of 32.
+    workspace: for each share, workspace_step bytes on, `scratch_nbytes`, on 64 bytes.
     """
     n_kv_heads, group, head_dim = out.shape[1], out.shape[2], out.shape[3]
     side = page_tokens * head_dim * 2
     for b in prange(len(share_bounds) - 1):
         configure_tiles(configuration.ctypes.data)
-        work = np.empty(scratch_nbytes(page_tokens, head_dim) + 64, np.uint8)
-        scratch = (work.ctypes.data + 63) // 64 * 64
+        scratch = workspace + b * workspace_step
         for i in range(share_bounds[b], share_bounds[b + 1]):
             s = np.int64(segments[i, SEQUENCE])
             h = np.int64(segments[i, KV_HEAD])
