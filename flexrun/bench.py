@@ -245,7 +245,7 @@ def _linear_seconds(
     seconds = gemm_seconds(shape, at_once, dtype, device) * n / at_once
     if slot.format.name != DTYPE_FORMATS[dtype]:
         seconds += passes * unpack_seconds(shape, slot.format, dtype, device)
-        if not slot.format.is_plain and at_once <= crossover_tokens(slot.format, dtype):
+        if not slot.format.is_plain and at_once <= crossover_tokens(slot.format, dtype, shape[1]):
             packed = packed_linear_seconds(shape, slot.format, at_once, dtype, device) * n / at_once
             seconds = min(seconds, packed)
     return seconds

@@ -521,7 +521,7 @@ class WeightStore:
         return (
             part.format.is_plain
             or self.device.is_accelerator
-            or pass_tokens > crossover_tokens(part.format, self.compute_dtype)
+            or pass_tokens > crossover_tokens(part.format, self.compute_dtype, part.shape[1])
         )
 
     def forget(self) -> None:

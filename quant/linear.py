@@ -30,19 +30,23 @@ _CROSSOVER_TOKENS_EMULATED_BF16 = 1024
 # bf16 with instructions for it: products of up to 64 tokens take as long as reading the weight, so unpacking decides.
 # The kernel won at 4 tokens by 15 to 35%, at 8 it was level.
 _CROSSOVER_TOKENS_NATIVE_BF16 = 6
-# With AMX `quant.amx` unpacks into the second-level cache and multiplies there, faster for any number of tokens.
-_CROSSOVER_TOKENS_AMX = 1 << 40
+# With AMX `quant.amx` unpacks into the second-level cache and multiplies there, faster for any number of tokens unless
+# rows are short.
+_ALWAYS = 1 << 40
 
 
-def crossover_tokens(format: WeightFormat, dtype: torch.dtype = torch.float32) -> int:
+def crossover_tokens(
+    format: WeightFormat, dtype: torch.dtype = torch.float32, width: int = amx.SHORT_ROWS
+) -> int:
     """Tokens up to which `linear` multiplies with the packed weight as it is; 0 for plain formats.
 
-    From there on it pays to unpack the weight once and multiply by the BLAS; 0 too without numba.
+    width: length of the weight's rows. From there on it pays to unpack the weight once and multiply by the BLAS; 0 too
+    without numba.
     """
     if format.is_plain or not has_numba():
         return 0
     if dtype == torch.bfloat16 and has_amx():
-        return _CROSSOVER_TOKENS_AMX
+        return _ALWAYS if width >= amx.SHORT_ROWS else amx.FEW_TOKENS
     if dtype == torch.bfloat16:
         return _CROSSOVER_TOKENS_NATIVE_BF16 if has_native_bf16() else _CROSSOVER_TOKENS_EMULATED_BF16
     if torch.backends.cpu.get_cpu_capability() == "AVX512":

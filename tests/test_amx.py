@@ -140,4 +140,5 @@ def test_what_it_does_not_take() -> None:
     assert not amx.can_multiply(x, weight.t().contiguous().t())
     assert not amx.can_multiply(x[:0], weight)
     assert not amx.can_multiply(x, weight[:0])
-    assert not amx.can_multiply(bf16(300, 64), weight)  # torch is as fast
+    assert not amx.can_multiply(bf16(400, 64), weight)  # torch is faster
+    assert amx.can_multiply(bf16(400, 64), quantize(weight.float(), "int4-g64"))

@@ -163,7 +163,7 @@ def test_the_file_itself_gives_the_same_tokens(weights: str, mixed: Mixed, tmp_p
 def test_unpacking_gives_one_matrix_and_few_tokens_leave_the_parts_packed(
     mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_module, "crossover_tokens", lambda fmt, dtype: 80)
+    monkeypatch.setattr(weights_module, "crossover_tokens", lambda fmt, dtype, width: 80)
     with opened(mixed, mixed.packed, tmp_path, weights="c") as runtime:
         qkv = runtime.weights.weights(1, -1, 10_000)["qkv"]
         if "F32" not in MIXES[mixed.name]["kinds"].values():
@@ -179,7 +179,7 @@ def test_each_part_is_unpacked_where_that_pays(tmp_path: Path, monkeypatch: pyte
     """With a crossover of its own for each format, q and k stay packed while v is unpacked, in its share of scratch."""
     mixed = Mixed("q4_k_m", tmp_path)
     monkeypatch.setattr(
-        weights_module, "crossover_tokens", lambda fmt, dtype: 100 if fmt.base == "q4_k" else 0
+        weights_module, "crossover_tokens", lambda fmt, dtype, width: 100 if fmt.base == "q4_k" else 0
     )
     with opened(mixed, mixed.packed, tmp_path, weights="c") as runtime:
         made = runtime.weights.weights(1, -1, 50)
