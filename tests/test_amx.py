@@ -142,3 +142,56 @@ def test_what_it_does_not_take() -> None:
     assert not amx.can_multiply(x, weight[:0])
     assert not amx.can_multiply(bf16(400, 64), weight)  # torch is faster
     assert amx.can_multiply(bf16(400, 64), quantize(weight.float(), "int4-g64"))
+
+
+ACTIVATED = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("activation", list(ACTIVATED))
+@pytest.mark.parametrize("ffn, cols", [(1, 32), (16, 64), (20, 70), (100, 200), (300, 576)])
+@pytest.mark.parametrize("n_tokens", [1, 17, 40, 200])
+def test_gates(ffn: int, cols: int, n_tokens: int, activation: str, packed: bool) -> None:
+    """Gates that end within a tile, and squares of them; large ones of both signs."""
+    x, bias = bf16(n_tokens, cols, seed=14), bf16(2 * ffn, seed=15)
+    values = bf16(2 * ffn, cols, seed=16)
+    weight: torch.Tensor | PackedTensor = values
+    if packed:
+        weight = quantize(values.float(), "int4-g64")
+        values = weight.dequantize(torch.bfloat16)
+    product = x.double() @ values.double().t() + bias.double()
+    wanted = ACTIVATED[activation](product[:, :ffn]) * product[:, ffn:]
+    found = amx.multiply(x, weight, bias, None, mode=activation)
+    assert found.shape == (n_tokens, ffn)
+    error = (found.double() - wanted).abs()
+    assert bool((error <= 2**-8 * wanted.abs() + 1e-3).all()), float(error.max())
+
+
+def test_gates_that_are_not_finite() -> None:
+    x = torch.ones(3, 32).bfloat16()
+    x[1] = float("nan")
+    x[2] = 1e38
+    weight = torch.zeros(64, 32).bfloat16()
+    weight[0], weight[1], weight[32:] = 1.0, -1.0, 0.5
+    found = amx.multiply(x, weight, None, None, mode="silu")
+    assert bool(found[1].isnan().all()) and bool(found[0].isfinite().all())
+    assert not bool(found[2, 0].isfinite())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 33, 300])
+def test_adds_to_what_is_there(n_tokens: int, packed: bool) -> None:
+    x, bias, values = bf16(n_tokens, 130, seed=17), bf16(75, seed=18), bf16(75, 130, seed=19)
+    weight: torch.Tensor | PackedTensor = values
+    if packed:
+        weight = quantize(values.float(), "int4-g64")
+        values = weight.dequantize(torch.bfloat16)
+    before = bf16(n_tokens, 75, seed=20)
+    total = before.clone()
+    assert amx.multiply(x, weight, bias, total, mode="add") is total
+    wanted = before.double() + x.double() @ values.double().t() + bias.double()
+    error = (total.double() - wanted).abs()
+    assert bool((error <= 2**-8 * wanted.abs() + 1e-3).all()), float(error.max())

@@ -385,3 +385,37 @@ def test_pages_must_divide_a_segment() -> None:
             tail_dtype=torch.float32,
             page_tokens=48,
         )
+
+
+@pytest.mark.parametrize("n_resident", [0, 3, 60])
+@pytest.mark.parametrize("tails_leave", [False, True])
+def test_placing_tokens_equals_putting_them(
+    n_resident: int, tails_leave: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled copy and torch's operations write the same bytes to pages, tails and outbox, and no others."""
+    lengths, found = [1, 16, 40, 100, 33], []
+    for can_place in (True, False):
+        if not can_place:
+            monkeypatch.setattr(LayerCache, "_can_place", lambda *_: False)
+        layer = Layer(shape_of(60, rows=5), n_resident)
+        places = [layer.allocator.admit(0, n) for n in lengths]
+        pieces = [(place, n) for place, n in zip(places, lengths, strict=True) if place is not None]
+        chunk = plan_chunk(layer.allocator, pieces, [False] * 5)
+        box = Outbox(pages=aligned(64, layer.shape.page_bytes))
+        box.tails = torch.zeros(sum(lengths), 2, N_KV_HEADS, HEAD_DIM)
+        view = LayerCache(
+            shape=layer.shape,
+            resident=layer.resident,
+            staged=None,
+            tails=layer.tails,
+            outbox=box,
+            tails_leave=tails_leave,
+        )
+        _, key, value = random_qkv(sum(lengths), torch.Generator().manual_seed(1))
+        assert view._can_place(key) == can_place
+        # Values are columns of a wider product.
+        value = torch.cat([value, value], dim=1)[:, :N_KV_HEADS]
+        view.append(chunk, key, value)
+        memory = (layer.resident, layer.tails.view(torch.uint8), box.pages, box.tails.view(torch.uint8))
+        found.append((*(t.clone() for t in memory if t is not None), torch.tensor(box.slots)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 import quant.linear
 from quant.formats import parse_format
-from quant.linear import crossover_tokens, linear, unpack
+from quant.linear import add_linear, crossover_tokens, gated_linear, linear, unpack
 from quant.pack import quantize
-from quant.packed import PackedTensor, StackedTensor
+from quant.packed import PackedTensor, StackedTensor, empty_packed
+from quant.pointwise import ACTIVATIONS
 
 
 @pytest.fixture
@@ -221,3 +222,42 @@ def test_bf16_products(n_tokens: int, with_bias: bool) -> None:
         assert found.shape == wanted.shape and found.dtype == torch.bfloat16
         assert float((found.double() - wanted).abs().max()) <= 2**-7 * float(wanted.abs().max())
     assert (wide[:, :20] == 7).all() and (wide[:, 90:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "quick_gelu"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "permuted", "stacked"])
+def test_gated_products_and_residuals(dtype: torch.dtype, activation: str, kind: str) -> None:
+    """Fused or not, they are what the product, the activation and the sum give one after the other."""
+    torch.manual_seed(0)
+    matrix = torch.randn(44, 192) / 12
+    weight = {
+        "plain": lambda: matrix.to(dtype),
+        "packed": lambda: quantize(matrix, "int4-g64"),
+        "permuted": lambda: permuted(matrix),
+        "stacked": lambda: StackedTensor(
+            (quantize(matrix[:20], "int4-g64"), quantize(matrix[20:], "int8-g64"))
+        ),
+    }[kind]()
+    values = unpack(weight, torch.float32).double()
+    x, bias = torch.randn(9, 192).to(dtype), torch.randn(44).to(dtype)
+    product = x.double() @ values.t() + bias.double()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    gated = gated_linear(x, weight, bias, activation)
+    wanted = ACTIVATIONS[activation](product[:, :22]) * product[:, 22:]
+    assert gated.shape == (9, 22)
+    torch.testing.assert_close(gated.double(), wanted, atol=tolerance, rtol=tolerance)
+    total = torch.randn(9, 44).to(dtype)
+    wanted = total.double() + product
+    assert add_linear(total, x, weight, bias) is total
+    torch.testing.assert_close(total.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def permuted(matrix: torch.Tensor) -> PackedTensor:
+    """Columns packed in another order, as act-order checkpoints are."""
+    order = torch.randperm(matrix.shape[1])
+    packed = quantize(matrix[:, order], "int4-g64-zp")
+    made = empty_packed(parse_format("int4-g64-zp-perm"), tuple(matrix.shape))
+    for name, part in made.to_parts().items():
+        part.copy_(order if name == "permutation" else packed.part(name))
+    return made

@@ -218,3 +218,16 @@ def test_pinned_and_device_arenas() -> None:
 def test_sizes_and_limits_need_no_torch() -> None:
     code = "import sys, offload.host; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_touching_has_every_page_backed_and_changes_nothing() -> None:
+    arena = Arena("test", Tier.CPU, 8 << 20, CPU)
+    first, second = arena.take(3 << 20, "first"), arena.take(4 << 20, "second")
+    first.random_(0, 256)
+    before = first.clone()
+    rss = psutil.Process().memory_info().rss
+    arena.touch()
+    assert psutil.Process().memory_info().rss - rss >= 3 << 20
+    assert torch.equal(first, before) and not bool(second.any())
+    empty = Arena("empty", Tier.CPU, 0, CPU)
+    empty.touch()
