@@ -37,7 +37,7 @@ from quant import pointwise
 from quant.formats import parse_format
 from quant.kv import decode_pages, encode_pages
 from quant.kv_formats import parse_cache_format
-from quant.linear import crossover_tokens, linear
+from quant.linear import add_linear, crossover_tokens, gated_linear, linear
 from quant.linear import unpack as unpack_weight
 
 GEMM_SHAPE = (5632, 2048)
@@ -360,15 +360,12 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
 
     scale, wide = torch.ones(64, device=device.torch_device), torch.ones_like(weight).repeat(2, 1)
 
-    def fused_unit() -> torch.Tensor:
-        y = linear(pointwise.norm(x, scale, None, eps=1e-5, centered=False), wide)
-        return linear(pointwise.gate(y, "silu"), weight).add_(x)
-
-    def torch_unit() -> torch.Tensor:
-        gate, up = linear(torch.nn.functional.rms_norm(x, (64,)), wide).chunk(2, dim=-1)
-        return linear(torch.nn.functional.silu(gate).mul_(up), weight).add_(x)
-
-    small_unit = fused_unit if pointwise.fits(x) else torch_unit
+    def small_unit() -> torch.Tensor:
+        if pointwise.fits(x):
+            normed = pointwise.norm(x, scale, None, eps=1e-5, centered=False)
+        else:
+            normed = torch.nn.functional.rms_norm(x, (64,))
+        return add_linear(x.clone(), gated_linear(normed, wide, None, "silu"), weight, None)
 
     packed = random_weight((64, 64), parse_format("int4-g64"), device)
 
