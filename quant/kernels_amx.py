@@ -27,7 +27,8 @@ from quant.kernels_amx_simd import (
     multiply_tiles,
     release_tiles,
     store_tile,
-    turn_gated,
+    turn_gelu,
+    turn_silu,
     turn_sums,
     turn_tokens,
     zero_tile,
@@ -282,10 +283,12 @@ def _write(
         up_bias += 4 * row
     n_rows -= row
     n_tokens -= token
-    if mode < SILU:
-        turn_sums(sums, sums + TILE, bias, n_rows, target, y_stride, n_tokens, mode == ADD)
+    if mode == SILU:
+        turn_silu(sums, sums + TILE, bias, up_bias, n_rows, target, y_stride, n_tokens)
+    elif mode == GELU_TANH:
+        turn_gelu(sums, sums + TILE, bias, up_bias, n_rows, target, y_stride, n_tokens)
     else:
-        turn_gated(sums, sums + TILE, bias, up_bias, n_rows, target, y_stride, n_tokens, mode == GELU_TANH)
+        turn_sums(sums, sums + TILE, bias, n_rows, target, y_stride, n_tokens, mode == ADD)
 
 
 @cached_kernel(parallel=True, nogil=True)

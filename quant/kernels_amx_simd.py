@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quant.kernels_simd import declare, load_vector, splat, store_vector
-from quant.kernels_simd16 import clamp, exp_lanes, number
+from quant.kernels_simd16 import clamp, exp_lanes, number, reciprocal_lanes
 
 TILE = 1024  # bytes: 16 rows of 64
 
@@ -252,55 +252,60 @@ def turn_sums(
     return types.void(*[types.int64] * 7, types.boolean), codegen
 
 
-def _gated(builder: Any, gate: Any, up: Any, is_gelu: Any) -> Any:
+def _gated(builder: Any, gate: Any, up: Any, is_gelu: bool) -> Any:
     """activation(gate) * up: SiLU, or tanh-GELU; both are gate / (1 + e^-z). As `kernels_pointwise.gate_rows`."""
-    cubic = builder.fmul(builder.fmul(gate, gate), builder.fmul(gate, number(0.044715)))
-    gelu = builder.fmul(builder.fadd(gate, cubic), number(1.5957691216057308))
-    z = clamp(builder, builder.select(is_gelu, gelu, gate), -87.0, 87.0)
+    z = gate
+    if is_gelu:
+        cubic = builder.fmul(builder.fmul(gate, gate), builder.fmul(gate, number(0.044715)))
+        z = builder.fmul(builder.fadd(gate, cubic), number(1.5957691216057308))
+    z = clamp(builder, z, -87.0, 87.0)
     factor = builder.fadd(exp_lanes(builder, builder.fsub(number(0.0), z)), number(1.0))
     # Far below zero the quotient is zero, for the largest numbers too; infinity less itself is NaN.
     wrong = builder.fsub(gate, gate)
-    quotient = builder.fdiv(clamp(builder, gate, -1e4), factor)
+    quotient = builder.fmul(clamp(builder, gate, -1e4), reciprocal_lanes(builder, factor))
     return builder.fmul(builder.fadd(quotient, wrong), up)
 
 
-@intrinsic
-def turn_gated(
-    typingctx: Any,
-    gates: Any,
-    ups: Any,
-    bias: Any,
-    up_bias: Any,
-    n_rows: Any,
-    out: Any,
-    stride: Any,
-    n_tokens: Any,
-    is_gelu: Any,
-) -> Any:
-    """Sums of a tile of gates and a tile of ups -> activation(gate) * up, 16 bf16 numbers of every token.
+def _turner_of_gates(is_gelu: bool) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+    def turn(
+        typingctx: Any,
+        gates: Any,
+        ups: Any,
+        bias: Any,
+        up_bias: Any,
+        n_rows: Any,
+        out: Any,
+        stride: Any,
+        n_tokens: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            gates, ups, bias, up_bias, n_rows, out, stride, n_tokens = args
+            pairs = zip(
+                _sums_with_bias(builder, gates, bias, n_rows),
+                _sums_with_bias(builder, ups, up_bias, n_rows),
+                strict=True,
+            )
+            results = [_gated(builder, gate, up, is_gelu) for gate, up in pairs]
+            mask = _lanes_below(builder, n_rows, 16)
+            for i in range(0, 16, 2):
+                two = _narrow(builder, results[i], results[i + 1])
+                for k in range(2):
+                    lanes = ir.Constant(ir.VectorType(_i32, 16), list(range(16 * k, 16 * k + 16)))
+                    at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i + k)))
+                    with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i + k), n_tokens)):
+                        _store_first(builder, builder.shuffle_vector(two, two, lanes), at, mask)
+            return context.get_dummy_value()
 
-    bias, up_bias: addresses of the rows' fp32 biases, or 0 both. Otherwise as `turn_sums`.
-    """
+        return types.void(*[types.int64] * 8), codegen
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        gates, ups, bias, up_bias, n_rows, out, stride, n_tokens, is_gelu = args
-        pairs = zip(
-            _sums_with_bias(builder, gates, bias, n_rows),
-            _sums_with_bias(builder, ups, up_bias, n_rows),
-            strict=True,
-        )
-        results = [_gated(builder, gate, up, is_gelu) for gate, up in pairs]
-        mask = _lanes_below(builder, n_rows, 16)
-        for i in range(0, 16, 2):
-            two = _narrow(builder, results[i], results[i + 1])
-            for k in range(2):
-                lanes = ir.Constant(ir.VectorType(_i32, 16), list(range(16 * k, 16 * k + 16)))
-                at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i + k)))
-                with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i + k), n_tokens)):
-                    _store_first(builder, builder.shuffle_vector(two, two, lanes), at, mask)
-        return context.get_dummy_value()
+    return turn
 
-    return types.void(*[types.int64] * 8, types.boolean), codegen
+
+# Sums of a tile of gates and a tile of ups -> activation(gate) * up, 16 bf16 numbers of every token. bias, up_bias:
+# addresses of the rows' fp32 biases, or 0 both. Otherwise as `turn_sums`.
+turn_silu = _turner_of_gates(is_gelu=False)
+turn_gelu = _turner_of_gates(is_gelu=True)
 
 
 # Where `_interleave` puts 32 numbers: the first vector holds those of the lower halves of four lanes of 8, the second
