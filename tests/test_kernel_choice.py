@@ -9,7 +9,7 @@ import torch
 from kv_helpers import ragged_batch
 
 from offload.host import _machine_memory
-from quant import kernel_choice, kernels_torch
+from quant import amx, kernel_choice, kernels_torch
 from quant.formats import parse_format
 from quant.kernel_choice import has_amx, has_numba, has_triton
 from quant.kernels_attention import AttentionParams, decode_attention
@@ -101,3 +101,13 @@ def test_memory_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert _machine_memory(info) == (2048 << 10, 1024 << 10)
     total, available = _machine_memory(tmp_path / "absent")
     assert 0 < available <= total
+
+
+def test_products_by_amx_can_be_left_out(without: pytest.MonkeyPatch) -> None:
+    without.setenv("FLEXRUN_KERNELS", "no-amx")
+    has_amx.cache_clear()
+    assert not has_amx() and has_numba()
+    x, weight = torch.randn(3, 64).bfloat16(), quantize(torch.randn(32, 64), "int4-g64")
+    assert not amx.can_multiply(x, weight)
+    wanted = x.double() @ weight.dequantize().double().t()
+    torch.testing.assert_close(linear(x, weight).double(), wanted, atol=0.05, rtol=0.02)
