@@ -216,3 +216,14 @@ def place_heads(
             for head in range(n_heads):
                 at = source + tokens[i] * token_stride + head * head_stride
                 copy_bytes(targets[i] + head * target_head_stride, at, nbytes)
+
+
+@cached_kernel(parallel=True, nogil=True)
+def convert(source: int, target: int, n: int, source_tag: Any, target_tag: Any, n_chunks: int) -> None:
+    """n elements of one type at address source -> those of another at address target, rounded to the nearest."""
+    from_item, to_item = item_nbytes(source_tag), item_nbytes(target_tag)
+    for chunk in prange(n_chunks):
+        end = (chunk + 1) * n // n_chunks
+        for i in range(chunk * n // n_chunks, end, 8):
+            value = _load(source + i * from_item, end - i, source_tag)
+            _store(target + i * to_item, value, end - i, target_tag)

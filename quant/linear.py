@@ -167,6 +167,8 @@ def unpack(
             f"out must be contiguous, {dtype}, with {weight.numel()} elements; got {out.dtype} of shape "
             f"{tuple(out.shape)}, contiguous: {out.is_contiguous()}"
         )
+    if pointwise.can_convert(weight, out):
+        return pointwise.convert(weight, out).view(weight.shape)
     return out.view(weight.shape).copy_(weight)
 
 

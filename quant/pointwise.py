@@ -132,6 +132,23 @@ def place(x: Tensor, tokens: Any, targets: Any, head_stride: int) -> None:
         )
 
 
+def can_convert(x: Tensor, out: Tensor) -> bool:
+    """Whether `convert` takes these: fp16 to bf16, for which torch needs five times as long."""
+    dtypes = x.dtype == torch.float16 and out.dtype == torch.bfloat16
+    on_cpu = x.device.type == "cpu" and x.is_contiguous() and out.is_contiguous()
+    return dtypes and on_cpu and has_numba()
+
+
+def convert(x: Tensor, out: Tensor) -> Tensor:
+    """out = x in out's type, of as many elements; what `can_convert` allows."""
+    from quant.kernels_pointwise import convert
+
+    if out.numel():
+        tags = (np.int16(0), np.uint16(0))
+        convert(x.data_ptr(), out.data_ptr(), out.numel(), *tags, _n_chunks(-(-out.numel() // 4096)))
+    return out
+
+
 def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 

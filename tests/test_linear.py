@@ -261,3 +261,17 @@ def permuted(matrix: torch.Tensor) -> PackedTensor:
     for name, part in made.to_parts().items():
         part.copy_(order if name == "permutation" else packed.part(name))
     return made
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (45, 200), (300, 1000)])
+def test_fp16_weights_become_bf16_as_torch_makes_them(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 8
+    weight = weight.half()  # subnormals among them
+    weight[0, 0] = float("inf")
+    around = torch.full((weight.numel() + 32,), 7.0).bfloat16()
+    found = unpack(weight, torch.bfloat16, around[16:-16])
+    assert torch.equal(found, weight.bfloat16())
+    assert bool((around[:16] == 7).all()) and bool((around[-16:] == 7).all())
+    weight[-1, -1] = float("nan")
+    assert bool(unpack(weight, torch.bfloat16, around[16:-16])[-1, -1].isnan())
