@@ -113,7 +113,7 @@ class LayerCache:
         """Whether tokens are kept as they are and a compiled kernel can copy them to where they belong."""
         fmt = self.shape.fmt
         is_kept = not fmt.is_packed and x.dtype == self.shape.tail_dtype == getattr(torch, fmt.dtype)
-        return is_kept and pointwise.fits(x)
+        return is_kept and x.shape[1:] == (self.shape.n_kv_heads, self.shape.head_dim) and pointwise.fits(x)
 
     def _place(self, chunk: ChunkAttention, key: Tensor, value: Tensor) -> None:
         """Copy each token's heads straight into its page or tail."""

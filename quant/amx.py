@@ -78,8 +78,8 @@ def multiply(
     mode: a name in MODES; "write" to out, (tokens, out), if given, "add" to it, or for the name of an activation write
     activation(first half of the columns) * second half, (tokens, out / 2).
     Columns of x are in packed order. Sums are fp32 and rounded once; a token's result does not depend on the others.
-    Working memory: x once more, and for each thread a panel of the weight in bf16, 1 MiB at most unless 64 rows
-    need more.
+    Working memory: x once more, and for each thread a panel of the weight in bf16 of about 1 MiB at most, unless
+    64 rows need more; kept for the next product.
     """
     if not has_amx():  # without the system's permission the first tile would end the process
         raise RuntimeError("this processor, system or build has no AMX; ask can_multiply first")
@@ -89,8 +89,23 @@ def multiply(
 
     n_tokens, n_cols = x.shape
     n_rows = weight.shape[0]
+    gates = MODES[mode] >= 2
+    if gates and n_rows % 2:
+        raise ValueError(f"gates and ups are as many rows each, got {n_rows} rows together")
+    shape = (n_tokens, n_rows // 2 if gates else n_rows)
     if out is None:
-        out = x.new_empty(n_tokens, n_rows // 2 if MODES[mode] >= 2 else n_rows)
+        out = x.new_empty(shape)
+    if out.shape != shape or out.dtype != x.dtype or out.device != x.device or out.stride(-1) != 1:
+        raise ValueError(
+            f"out must be {shape}, {x.dtype}, in whole rows on {x.device}; got {tuple(out.shape)}, {out.dtype}, "
+            f"strides {out.stride()}, on {out.device}"
+        )
+    if weight.device != x.device or weight.shape[1] != n_cols:
+        raise ValueError(
+            f"x {tuple(x.shape)} on {x.device} and weight {tuple(weight.shape)} on {weight.device} do not fit"
+        )
+    if bias is not None and (bias.shape != (n_rows,) or bias.device != x.device):
+        raise ValueError(f"bias must be ({n_rows},) on {x.device}, got {tuple(bias.shape)} on {bias.device}")
     if isinstance(weight, PackedTensor):
         layout = layout_of(weight.format, (n_rows, n_cols))
         data, stride = weight.buffer.data_ptr(), 0

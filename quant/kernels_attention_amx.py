@@ -150,12 +150,13 @@ def _add_values(
         at = scores + t * _ROW
         turn_sums(at, at + 16 * _ROW, 0, 32, probabilities + block * TILE, 64, 16, False)
         for i in range(16):
-            # Rows from t1 on may hold anything; not even zero times that would be zero.
+            # Rows outside t0..t1 may hold anything; not even zero times that would be zero.
             row = t + 2 * i
+            keeps_first, keeps_second = t0 <= row < t1, t0 <= row + 1 < t1
             for channel in range(0, head_dim, 32):
                 to = pairs + (block * head_dim // 16 + channel // 16) * TILE + 64 * i
                 source = v + row * row_bytes + 2 * channel
-                pair_rows(source, source + row_bytes, row < t1, row + 1 < t1, to, to + TILE)
+                pair_rows(source, source + row_bytes, keeps_first, keeps_second, to, to + TILE)
     for channel in range(0, head_dim, 32):
         zero_tile(0)
         zero_tile(1)

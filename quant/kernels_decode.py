@@ -16,6 +16,7 @@ from quant.kernels_kv_simd import item_nbytes
 from quant.kernels_simd import (
     byte_at,
     can_look_up,
+    converts_halves,
     expand16,
     expand32,
     fill16,
@@ -157,7 +158,7 @@ def _affine_codes(layout: Any, data: int, row: int, codes: int) -> int:
 @njit
 def _half_row(stored: int, n: int, unit: Any, out: int) -> None:
     """n fp16 at address stored, times unit, as fp32 at address out."""
-    whole = n // 16 * 16
+    whole = n // 16 * 16 if converts_halves() else 0
     for g in range(0, whole, 16):
         scale_halves16(stored + 2 * g, unit, out + 4 * g)
     for g in range(whole, n):

@@ -133,6 +133,17 @@ def split_nibbles32(typingctx: Any, source: Any, low: Any, high: Any) -> Any:
 
 
 @intrinsic
+def converts_halves(typingctx: Any) -> Any:
+    """Whether the processor converts fp16 itself; LLVM would call a function that is not there. A constant."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        features = compiled_features()
+        return ir.Constant(ir.IntType(1), int(not features or "f16c" in features))
+
+    return types.boolean(), codegen
+
+
+@intrinsic
 def scale_halves16(typingctx: Any, source: Any, unit: Any, out: Any) -> Any:
     """16 fp16 numbers at address source, times unit, as fp32 at address out."""
 

@@ -40,8 +40,8 @@ def crossover_tokens(
 ) -> int:
     """Tokens up to which `linear` multiplies with the packed weight as it is; 0 for plain formats.
 
-    width: length of the weight's rows. From there on it pays to unpack the weight once and multiply by the BLAS; 0 too
-    without numba.
+    Beyond them it pays to unpack the weight once, for a whole pass, and multiply by the BLAS. 0 too without numba.
+    width: length of the weight's rows.
     """
     if format.is_plain or not has_numba():
         return 0
@@ -101,9 +101,12 @@ def linear(
     if permutation is not None:
         # The columns of x are put in packed order, so that neither path has to reorder the weight.
         x = x.index_select(1, permutation.to(torch.int64))
-    if amx.can_multiply(x, weight):
+    if x.dtype == torch.bfloat16 and x.stride(-1) != 1:
+        x = x.contiguous()
+    if amx.can_multiply(x, weight) and (out is None or out.stride(-1) == 1):
         return amx.multiply(x, weight, bias, out)
-    if x.device.type == "cpu" and 0 < x.shape[0] <= crossover_tokens(weight.format, x.dtype):
+    most = crossover_tokens(weight.format, x.dtype, weight.shape[1])
+    if x.device.type == "cpu" and 0 < x.shape[0] <= most:
         return _few_tokens(x, weight, bias, out)
     return _unpack_and_multiply(x, weight, bias, scratch, out)
 
@@ -115,7 +118,8 @@ def gated_linear(
 
     activation: a name in `quant.pointwise.ACTIVATIONS`. Fused where a kernel can: nothing is rounded in between.
     """
-    taken = _for_tiles(x, weight) if activation in pointwise.GATES else None
+    is_even = weight.shape[0] % 2 == 0
+    taken = _for_tiles(x, weight) if activation in pointwise.GATES and is_even else None
     if taken is not None:
         return amx.multiply(*taken, bias, None, mode=activation)
     return pointwise.gate(linear(x, weight, bias), activation)
@@ -126,7 +130,8 @@ def add_linear(
 ) -> Tensor:
     """total (tokens, out) += `linear`'s result, in place; rounded once where a kernel can do it in one walk."""
     taken = _for_tiles(x, weight)
-    if taken is not None and total.dtype == x.dtype and total.stride(-1) == 1:
+    fits = total.shape == (x.shape[0], weight.shape[0]) and total.device == x.device
+    if taken is not None and fits and total.dtype == x.dtype and total.stride(-1) == 1:
         return amx.multiply(*taken, bias, total, mode="add")
     return total.add_(linear(x, weight, bias))
 
@@ -139,7 +144,7 @@ def _for_tiles(
         return None
     if isinstance(weight, PackedTensor) and weight.format.is_plain:
         weight = weight.part("data")
-    if x.shape[1] != weight.shape[1] or not amx.can_multiply(x, weight):
+    if x.shape[1] != weight.shape[1] or x.device != weight.device or not amx.can_multiply(x, weight):
         return None
     if isinstance(weight, PackedTensor) and weight.permutation is not None:
         x = x.index_select(1, weight.permutation.to(torch.int64))
@@ -174,7 +179,7 @@ def unpack(
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """A weight of x's dtype. The BLAS takes a row stride for its result: columns of a wider out need no copy."""
-    if amx.can_multiply(x, weight):
+    if amx.can_multiply(x, weight) and (out is None or out.stride(-1) == 1):
         return amx.multiply(x, weight, bias, out)
     if out is None:
         return F.linear(x, weight, bias)
