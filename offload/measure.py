@@ -42,7 +42,6 @@ from quant.linear import unpack as unpack_weight
 
 GEMM_SHAPE = (5632, 2048)
 GEMM_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
-PACKED_TOKENS = GEMM_TOKENS  # as far as packed weights are multiplied as they are
 WEIGHT_FORMATS = ("int8-g64", "int4-g64", "int3-g64", "int2-g64")
 CACHE_FORMATS = ("int8", "int4", "int2")
 DISK_TEST_BYTES = 512 << 20
@@ -122,8 +121,8 @@ def _linear_rates(dtype: torch.dtype, device: Device) -> tuple[dict[str, Curve],
         multiplied = fmt == name or (
             fmt in WEIGHT_FORMATS and crossover_tokens(parsed, dtype) and not device.is_accelerator
         )
-        most = min(crossover_tokens(parsed, dtype), PACKED_TOKENS[-1])
-        few = [*(n for n in PACKED_TOKENS if n < most), most]
+        most = min(crossover_tokens(parsed, dtype), GEMM_TOKENS[-1])
+        few = [*(n for n in GEMM_TOKENS if n < most), most]
         for n in (GEMM_TOKENS if fmt == name else few) if multiplied else ():
             x = torch.randn((n, shape[1]), dtype=torch.float32).to(dtype).to(device.torch_device)
             works["gemm", fmt, n] = partial(linear, x, weight)
@@ -234,6 +233,13 @@ def _cache_rates(device: Device, dtype: torch.dtype) -> tuple[dict[str, float], 
     return unpack, pack
 
 
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMS norm as units compute it: by a kernel where there is one. weight: fp32 (size,)."""
+    if pointwise.fits(x):
+        return pointwise.norm(x, weight, None, eps=1e-5, centered=False)
+    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight, 1e-5).to(x.dtype)
+
+
 def _elementwise(device: Device, dtype: torch.dtype) -> float:
     """Bytes per second of a gated MLP's norm, activation and residual, counted at its linear layers' ends."""
     tokens, hidden, ffn = 256, 2048, 5632
@@ -241,17 +247,9 @@ def _elementwise(device: Device, dtype: torch.dtype) -> float:
     gate_up = torch.randn((tokens, 2 * ffn)).to(dtype).to(device.torch_device)
     weight = torch.ones(hidden, device=device.torch_device)
 
-    def fused() -> torch.Tensor:
-        normed = pointwise.norm(x, weight, None, eps=1e-5, centered=False)
-        return normed.add_(pointwise.gate(gate_up, "silu")[:, :hidden])
+    def work() -> torch.Tensor:
+        return _normed(x, weight).add_(pointwise.gate(gate_up, "silu")[:, :hidden])
 
-    def by_torch() -> torch.Tensor:
-        normed = torch.nn.functional.rms_norm(x.float(), (hidden,), weight, 1e-5).to(x.dtype)
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = torch.nn.functional.silu(gate).mul_(up)
-        return normed.add_(inner[:, :hidden])
-
-    work = fused if pointwise.fits(x) else by_torch
     counted = tokens * (hidden + 2 * ffn + ffn + hidden) * dtype.itemsize
     return counted / typical_seconds({"work": work}, device, rounds=15)["work"]
 
@@ -361,11 +359,7 @@ def _overheads(device: Device, dtype: torch.dtype) -> dict[str, float]:
     scale, wide = torch.ones(64, device=device.torch_device), torch.ones_like(weight).repeat(2, 1)
 
     def small_unit() -> torch.Tensor:
-        if pointwise.fits(x):
-            normed = pointwise.norm(x, scale, None, eps=1e-5, centered=False)
-        else:
-            normed = torch.nn.functional.rms_norm(x, (64,))
-        return add_linear(x.clone(), gated_linear(normed, wide, None, "silu"), weight, None)
+        return add_linear(x.clone(), gated_linear(_normed(x, scale), wide, None, "silu"), weight, None)
 
     packed = random_weight((64, 64), parse_format("int4-g64"), device)
 

@@ -13,13 +13,9 @@ from torch import Tensor
 
 from quant.kernel_choice import has_amx
 from quant.packed import PackedTensor
-
-# What becomes of a product, by the kernels' numbers.
-MODES = {"write": 0, "add": 1, "silu": 2, "gelu_tanh": 3}
+from quant.pointwise import GATES
 
 _NO_LAYOUT = np.empty(0, np.int64)
-_TILE = 1024
-_SQUARE = 4 * _TILE
 _PANEL_STEP = 64  # rows: the kernel takes two or four tiles of them at once
 _PANEL_BYTES = 1 << 18
 # Beyond this many numbers tokens come from the third-level cache for every panel, so panels are larger, for all of
@@ -27,8 +23,8 @@ _PANEL_BYTES = 1 << 18
 _FAR_TOKENS = 1 << 18
 _FAR_PANEL_BYTES = 1 << 20
 _MOST_PANEL_ROWS = 256
-# With rows of 576 and from 512 tokens on torch's product was up to 1.5 times as fast; with rows of 1,536 and more ours
-# was level or faster for any number of tokens, without counting what is fused.
+# With rows of 576 and from 512 tokens on torch's product was up to 1.5 times as fast, unpacking included; with rows of
+# 1,536 and more ours was level or faster for any number of tokens, without counting what is fused.
 FEW_TOKENS = 384
 SHORT_ROWS = 1024
 
@@ -58,11 +54,10 @@ def can_multiply(x: Tensor, weight: Tensor | PackedTensor) -> bool:
     """Whether `multiply` takes these and is the faster: bf16 tokens on the CPU, weights bf16 or packed."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or x.stride(-1) != 1 or not has_amx():
         return False
-    if isinstance(weight, Tensor):
-        fits = weight.dtype == torch.bfloat16 and weight.stride(-1) == 1
-        pays = x.shape[0] <= FEW_TOKENS or x.shape[1] >= SHORT_ROWS
-        return fits and pays and min(*x.shape, weight.shape[0]) > 0
-    return min(*x.shape, weight.shape[0]) > 0
+    if isinstance(weight, Tensor) and (weight.dtype != torch.bfloat16 or weight.stride(-1) != 1):
+        return False
+    pays = x.shape[0] <= FEW_TOKENS or x.shape[1] >= SHORT_ROWS
+    return pays and min(*x.shape, weight.shape[0]) > 0
 
 
 def multiply(
@@ -75,21 +70,21 @@ def multiply(
 ) -> Tensor:
     """x (tokens, in) times weight (out, in) transposed, plus bias (out,): what `can_multiply` allows.
 
-    mode: a name in MODES; "write" to out, (tokens, out), if given, "add" to it, or for the name of an activation write
-    activation(first half of the columns) * second half, (tokens, out / 2).
+    mode: a name in `kernels_amx.MODES`; "write" to out, (tokens, out), if given, "add" to it, or for the name of an
+    activation write activation(first half of the columns) * second half, (tokens, out / 2).
     Columns of x are in packed order. Sums are fp32 and rounded once; a token's result does not depend on the others.
     Working memory: x once more, and for each thread a panel of the weight in bf16 of about 1 MiB at most, unless
     64 rows need more; kept for the next product.
     """
     if not has_amx():  # without the system's permission the first tile would end the process
         raise RuntimeError("this processor, system or build has no AMX; ask can_multiply first")
-    from quant import kernels_amx
+    from quant import kernels_amx, kernels_amx_simd
     from quant.kernels_decode import layout_of
     from quant.threads import use_torch_threads
 
     n_tokens, n_cols = x.shape
     n_rows = weight.shape[0]
-    gates = MODES[mode] >= 2
+    gates = mode in GATES
     if gates and n_rows % 2:
         raise ValueError(f"gates and ups are as many rows each, got {n_rows} rows together")
     shape = (n_tokens, n_rows // 2 if gates else n_rows)
@@ -123,8 +118,9 @@ def multiply(
     panel_bytes = _FAR_PANEL_BYTES if are_far else _PANEL_BYTES
     panel_rows = min(panel_bytes // row_bytes, _MOST_PANEL_ROWS, -(-n_rows // n_threads))
     panel_rows = max(1, round(panel_rows / _PANEL_STEP)) * _PANEL_STEP
-    workspace_step = panel_rows * row_bytes + _SQUARE
-    work = _workspace(n_tiles * _TILE + n_threads * workspace_step)
+    workspace_step = panel_rows * row_bytes + kernels_amx.SQUARE
+    tiles_nbytes = n_tiles * kernels_amx_simd.TILE
+    work = _workspace(tiles_nbytes + n_threads * workspace_step)
     tiles = work.data_ptr()
     n_chunks = max(1, min(4 * n_threads, n_tiles // 16))
     kernels_amx.lay_out_tokens(x.data_ptr(), x.stride(0) * 2, n_tokens, n_cols, tiles, n_chunks)
@@ -139,12 +135,12 @@ def multiply(
         0 if biases is None else biases.data_ptr(),
         out.data_ptr(),
         out.stride(0) * 2,
-        MODES[mode],
+        kernels_amx.MODES[mode],
         panel_rows,
         is_direct,
         are_far,
         kernels_amx.CONFIGURATION,
-        tiles + n_tiles * _TILE,
+        tiles + tiles_nbytes,
         workspace_step,
         n_threads,
     )

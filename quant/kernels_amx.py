@@ -39,12 +39,13 @@ from quant.kernels_simd import prefetch, prefetch_for_writing
 CONFIGURATION = configuration()
 # What becomes of a product: it is written, added to what is there, or its first half of rows gates the second.
 WRITE, ADD, SILU, GELU_TANH = range(4)
+MODES = {"write": WRITE, "add": ADD, "silu": SILU, "gelu_tanh": GELU_TANH}
 _BF16 = np.uint16(0)  # the tag of bf16
 _PAIR = 2 * TILE
 _ROWS_AHEAD = 8
 _MOST_LINES = 8  # fetched for each step: more than memory can deliver only get in the way
 _MOST_AHEAD = 1 << 19  # bytes of a panel of which the next one fits into the second-level cache besides
-_SQUARE = 4 * TILE  # bytes of the sums of two tiles of rows and two of tokens
+SQUARE = 4 * TILE  # bytes of the sums of two tiles of rows and two of tokens
 
 
 @cached_kernel(parallel=True, nogil=True)
@@ -335,7 +336,7 @@ def multiply(
         configure_tiles(configuration.ctypes.data)
         scratch = np.empty(scratch_nbytes(layout) if layout.size else 0, np.uint8)
         sums = workspace + thread * workspace_step
-        panel = sums + _SQUARE
+        panel = sums + SQUARE
         first = thread * n_units // n_threads * width
         last = min((thread + 1) * n_units // n_threads * width, n_results)
         for row in range(first, last, step):

@@ -1,4 +1,5 @@
-"""Sixteen-lane fp32 vectors for numba, one register with AVX512: what attention by AMX is written in.
+"""Sixteen-lane fp32 vectors for numba, one register with AVX512: what attention and gates beside AMX are
+written in.
 
 The eight-lane ones of `quant.kernels_kv_simd` serve every processor. Memory is addressed by integers; callers own it.
 """

@@ -133,7 +133,7 @@ def place(x: Tensor, tokens: Any, targets: Any, head_stride: int) -> None:
 
 
 def can_convert(x: Tensor, out: Tensor) -> bool:
-    """Whether `convert` takes these: fp16 to bf16, for which torch needs five times as long."""
+    """Whether `convert` takes these: fp16 to bf16, for which torch needs four times as long."""
     dtypes = x.dtype == torch.float16 and out.dtype == torch.bfloat16
     on_cpu = x.device.type == "cpu" and x.is_contiguous() and out.is_contiguous()
     return dtypes and on_cpu and has_numba()

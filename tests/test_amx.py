@@ -140,8 +140,10 @@ def test_what_it_does_not_take() -> None:
     assert not amx.can_multiply(x, weight.t().contiguous().t())
     assert not amx.can_multiply(x[:0], weight)
     assert not amx.can_multiply(x, weight[:0])
-    assert not amx.can_multiply(bf16(400, 64), weight)  # torch is faster
-    assert amx.can_multiply(bf16(400, 64), quantize(weight.float(), "int4-g64"))
+    for matrix in (weight, quantize(weight.float(), "int4-g64")):
+        assert amx.can_multiply(x, matrix)
+        assert not amx.can_multiply(bf16(400, 64), matrix)  # torch is faster
+    assert amx.can_multiply(bf16(400, 1024), bf16(32, 1024))
 
 
 ACTIVATED = {
