@@ -1,16 +1,20 @@
 """Attention over keys and values that lie dense on one device: prompt segments and gathered decode batches.
 
-Everything is computed in the dtype of the inputs with fp32 softmax. Query heads are grouped by the KV head
-they share, so that no key is repeated in memory.
+Everything is computed in the dtype of the inputs with fp32 softmax, prompts by AMX's tiles where the processor has
+them. Query heads are grouped by the KV head they share, so that no key is repeated in memory.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from offload.units import AttentionParams
+from quant import prefill_attention as tiles
+from quant.kernels_attention import AttentionParams as KernelParams
 
 # Scores of one block of queries: bounds the memory of the explicit path to about 32 MiB of fp32.
 _MAX_SCORES = 8 << 20
@@ -22,6 +26,8 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, params: Attention
     query (batch, n, n_heads, head_dim): the last n positions; key, value (batch, total, n_kv_heads,
     head_dim) with total >= n -> (batch, n, n_heads, head_dim).
     """
+    if tiles.can_prefill(query, key, value):
+        return _attend_by_tiles(query, key, value, params)
     batch, n, n_heads, head_dim = query.shape
     total, n_kv_heads = key.shape[1], key.shape[2]
     heads_per_kv = n_heads // n_kv_heads
@@ -49,6 +55,33 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, params: Attention
             q, k, v, attn_mask=mask, scale=params.scale, enable_gqa=shares_heads
         )
     return out.transpose(1, 2)
+
+
+def _attend_by_tiles(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+    batch, n, n_heads, head_dim = query.shape
+    total, n_kv_heads = key.shape[1], key.shape[2]
+    plan = tiles.plan_prefill(
+        [tiles.PrefillSegment(b * n, n, b * total, total) for b in range(batch)],
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        window=params.window,
+    )
+    out = torch.empty(query.shape, dtype=query.dtype)
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))  # (batch * n, heads, head_dim)
+    tiles.prefill_attention(q, k, v, kernel_params(params), plan, out.flatten(0, 1))
+    return out
+
+
+@lru_cache(maxsize=256)
+def kernel_params(params: AttentionParams) -> KernelParams:
+    """The same for quant's kernels."""
+    return KernelParams(
+        scale=params.scale,
+        softcap=params.softcap,
+        window=params.window,
+        alibi_slopes=params.alibi_slopes,
+    )
 
 
 def causal_mask(n: int, total: int, window: int, device: torch.device) -> Tensor:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.attention import attend_segments
+from offload.attention import attend_segments, kernel_params
 from offload.dense_decode import attend_pieces, decode_block
 from offload.kv_chunk import ChunkAttention, plan_chunk
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator, runs
 from offload.units import AttentionParams
 from policy.workload import DEFAULT_ATTENTION_STAGING_BYTES
 from quant import pointwise
+from quant import prefill_attention as tiles
 from quant.kv import decode_pages, encode_pages
 from quant.kv_batch import PagedBatch
-
-if TYPE_CHECKING:
-    from quant.kernels_attention import AttentionParams as KernelParams
 
 __all__ = [
     "SEGMENT_TOKENS",
@@ -215,9 +212,11 @@ class LayerCache:
         if len(chunk.seq_lens):
             tokens = chunk.on(query.device).decode_tokens
             out[tokens] = self.decode(chunk, query[tokens], params)
-        for segment in chunk.segments:
-            if segment.start == 0:
-                continue
+        segments = [segment for segment in chunk.segments if segment.start]
+        if segments and self._reads_by_tiles(query, key, value):
+            self._attend_by_tiles(chunk, query, key, value, params, out)
+            return
+        for segment in segments:
             here = segment.tokens
             pages, past = segment.pages, segment.start
             if params.window:  # the first query sees window - 1 positions before it; whole pages are read
@@ -227,6 +226,45 @@ class LayerCache:
             k[-segment.n :], v[-segment.n :] = key[here], value[here]
             out[here] = attend_segments(query[here].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), params)[0]
             del k, v  # before the next segment's are made
+
+    def _reads_by_tiles(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether prompts attend stored pages where they lie."""
+        fits = self.shape.fmt.name == "bf16" and self.shape.page_tokens % 32 == 0
+        return fits and tiles.can_prefill(query, key, value)
+
+    def _attend_by_tiles(
+        self,
+        chunk: ChunkAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: AttentionParams,
+        out: Tensor,
+    ) -> None:
+        """Attend the segments that look at stored pages, into their tokens of `out`."""
+        shape = self.shape
+        plan, slots = chunk.prefill_plan(
+            query,
+            key,
+            window=params.window,
+            page_tokens=shape.page_tokens,
+            stored=True,
+            most_bytes=self.staging_bytes,
+        )
+        addresses = self.resident.data_ptr() + slots * self.resident.stride(0)
+        away = slots >= self.n_resident
+        if away.any():
+            if self.staged is not None:
+                begin, stride = self.staged.data_ptr(), self.staged.stride(0)
+                addresses[away] = begin + (slots[away] - self.n_resident) * stride
+            if self.outbox is not None and self.outbox.pages is not None:
+                begin, stride = self.outbox.pages.data_ptr(), self.outbox.pages.stride(0)
+                fresh = {slot: begin + row * stride for row, slot in enumerate(self.outbox.slots)}
+                for i in np.flatnonzero(away):
+                    addresses[i] = fresh.get(int(slots[i]), addresses[i])
+        v_offset = shape.n_kv_heads * shape.page_tokens * shape.head_dim * query.element_size()
+        pages = tiles.Pages(addresses, v_offset)
+        tiles.prefill_attention(query, key, value, kernel_params(params), plan, out, pages)
 
     def decode(self, chunk: ChunkAttention, query: Tensor, params: AttentionParams) -> Tensor:
         """Attend the chunk's one-token rows: query (decode rows, n_heads, head_dim) -> same."""
@@ -252,7 +290,7 @@ class LayerCache:
         plan = chunk.decode_plan(
             window=params.window, page_tokens=self.shape.page_tokens, n_kv_heads=self.shape.n_kv_heads
         )
-        out = decode_attention(query, self._paged(chunk), _kernel_params(params), plan=plan)
+        out = decode_attention(query, self._paged(chunk), kernel_params(params), plan=plan)
         return out.to(query.dtype)
 
     def _paged(self, chunk: ChunkAttention) -> PagedBatch:
@@ -343,18 +381,6 @@ class LayerCache:
         return out
 
 
-@lru_cache(maxsize=256)
-def _kernel_params(params: AttentionParams) -> KernelParams:
-    from quant.kernels_attention import AttentionParams as KernelParams
-
-    return KernelParams(
-        scale=params.scale,
-        softcap=params.softcap,
-        window=params.window,
-        alibi_slopes=params.alibi_slopes,
-    )
-
-
 def attend_first_segments(
     chunk: ChunkAttention,
     query: Tensor,
@@ -363,9 +389,14 @@ def attend_first_segments(
     params: AttentionParams,
     out: Tensor,
 ) -> None:
-    """Attend the prompt segments that begin their sequences; they need no stored page. Equal ones that lie
-    side by side are one call. query, out (tokens, n_heads, head_dim), key, value (tokens, n_kv_heads, head_dim)."""
+    """Attend the prompt segments that begin their sequences; they need no stored page. Those of equal length that lie
+    side by side are one call, with tiles all are. query, out (tokens, n_heads, head_dim), key, value (tokens,
+    n_kv_heads, head_dim)."""
     i, segments = 0, [s for s in chunk.segments if s.start == 0]
+    if segments and tiles.can_prefill(query, key, value):
+        plan, _ = chunk.prefill_plan(query, key, window=params.window, stored=False)
+        tiles.prefill_attention(query, key, value, kernel_params(params), plan, out)
+        return
     while i < len(segments):
         token, n = segments[i][:2]
         j = i + 1

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offload.dense_decode import DensePiece, plan_dense
 from offload.pages import SEGMENT_TOKENS, CacheSequence, CacheShape, PageAllocator
+from quant.prefill_attention import MOST_BYTES, PrefillPlan, PrefillSegment, plan_prefill
 
 
 class Segment(NamedTuple):
@@ -152,6 +155,47 @@ class ChunkAttention:
                 self.seq_lens, self.tail_lens, page_tokens=page_tokens, n_kv_heads=n_kv_heads, window=window
             )
         return self._memo[key]
+
+    def prefill_plan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        window: int,
+        stored: bool,
+        page_tokens: int = 0,
+        most_bytes: int = MOST_BYTES,
+    ) -> tuple[PrefillPlan, npt.NDArray[np.int64]]:
+        """How the CPU's tiles attend the segments that look at stored pages, or those that do not.
+
+        Also the slots of the pages that they look at, int64 (n_pages,), in the plan's order. query and key:
+        (tokens, heads, head_dim), as in every layer of the pass.
+        """
+        n_heads, n_kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[2]
+        name = ("prefill", stored, n_heads, window)
+        if name not in self._memo:
+            segments, slots = [], [np.empty(0, np.int64)]
+            for s in self.segments:
+                if bool(s.start) != stored:
+                    continue
+                pages = s.pages.numpy()
+                if (
+                    stored and window
+                ):  # the first query sees window - 1 positions before it; whole pages are read
+                    pages = pages[max(0, s.start - window + 1) // page_tokens :]
+                segments.append(PrefillSegment(s.token, s.n, s.token, s.n, len(pages)))
+                slots.append(pages)
+            plan = plan_prefill(
+                segments,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_dim=head_dim,
+                window=window,
+                page_tokens=page_tokens,
+                most_bytes=most_bytes,
+            )
+            self._memo[name] = plan, np.concatenate(slots)
+        return self._memo[name]
 
 
 def plan_chunk(

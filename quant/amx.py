@@ -38,7 +38,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def _workspace(nbytes: int) -> Tensor:
+def workspace(nbytes: int) -> Tensor:
     """This thread's working memory, of at least so many bytes.
 
     Memory of this size, taken and given back between the results of every layer, made the C library's heap grow by
@@ -120,7 +120,7 @@ def multiply(
     panel_rows = max(1, round(panel_rows / _PANEL_STEP)) * _PANEL_STEP
     workspace_step = panel_rows * row_bytes + kernels_amx.SQUARE
     tiles_nbytes = n_tiles * kernels_amx_simd.TILE
-    work = _workspace(tiles_nbytes + n_threads * workspace_step)
+    work = workspace(tiles_nbytes + n_threads * workspace_step)
     tiles = work.data_ptr()
     n_chunks = max(1, min(4 * n_threads, n_tiles // 16))
     kernels_amx.lay_out_tokens(x.data_ptr(), x.stride(0) * 2, n_tokens, n_cols, tiles, n_chunks)

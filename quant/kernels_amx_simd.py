@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quant.kernels_simd import declare, load_vector, splat, store_vector
-from quant.kernels_simd16 import clamp, exp_lanes, number, reciprocal_lanes
+from quant.kernels_simd16 import clamp, exp_lanes, float32x16, number, reciprocal_lanes
 
 TILE = 1024  # bytes: 16 rows of 64
 
@@ -171,6 +171,30 @@ def turn_tokens(typingctx: Any, source: Any, stride: Any, n_tokens: Any, n_numbe
     return types.void(*[types.int64] * 5), codegen
 
 
+def _address_at(builder: Any, list_address: Any, i: int) -> Any:
+    at = builder.add(list_address, ir.Constant(_i64, 8 * i))
+    return builder.load(builder.inttoptr(at, _i64.as_pointer()), align=8)
+
+
+@intrinsic
+def turn_listed(typingctx: Any, addresses: Any, offset: Any, n_rows: Any, tile: Any) -> Any:
+    """32 bf16 numbers of up to 16 rows, offset bytes after the listed addresses -> the tile; zeros beyond n_rows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        addresses, offset, n_rows, tile = args
+        rows = []
+        for i in range(16):
+            at = builder.add(_address_at(builder, addresses, i), offset)
+            here = builder.icmp_signed("<", ir.Constant(_i64, i), n_rows)
+            count = builder.select(here, ir.Constant(_i64, 32), ir.Constant(_i64, 0))
+            rows.append(builder.bitcast(_load_first(builder, at, count, _shorts, "v32i16"), _words))
+        for i, row in enumerate(_turn(builder, rows)):
+            store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
 @intrinsic
 def copy32(typingctx: Any, source: Any, n: Any, target: Any) -> Any:
     """The first n of 32 elements of 16 bits at address source, then zeros, to address target."""
@@ -252,6 +276,34 @@ def turn_sums(
     return types.void(*[types.int64] * 7, types.boolean), codegen
 
 
+@intrinsic
+def turn_divided(
+    typingctx: Any, first: Any, second: Any, divisors: Any, addresses: Any, offset: Any, n_lanes: Any
+) -> Any:
+    """Sums of two tiles, 16 numbers by 16 lanes each, divided by the lanes' divisors -> 32 bf16 numbers of each lane.
+
+    They go offset bytes after the listed addresses of the first n_lanes lanes. divisors: address of 16 fp32.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second, divisors, addresses, offset, n_lanes = args
+        factor = builder.fdiv(number(1.0), load_vector(builder, divisors, _floats))
+        turned = []
+        for tile in (first, second):
+            rows = []
+            for i in range(16):
+                row = load_vector(builder, builder.add(tile, ir.Constant(_i64, 64 * i)), _floats)
+                rows.append(builder.bitcast(builder.fmul(row, factor), _words))
+            turned.append([builder.bitcast(row, _floats) for row in _turn(builder, rows)])
+        for i, (low, high) in enumerate(zip(*turned, strict=True)):
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i), n_lanes)):
+                at = builder.add(_address_at(builder, addresses, i), offset)
+                store_vector(builder, _narrow(builder, low, high), at)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
 def _gated(builder: Any, gate: Any, up: Any, is_gelu: bool) -> Any:
     """activation(gate) * up: SiLU, or tanh-GELU; both are gate / (1 + e^-z). As `kernels_pointwise.gate_rows`."""
     z = gate
@@ -306,6 +358,43 @@ def _turner_of_gates(is_gelu: bool) -> Any:
 # addresses of the rows' fp32 biases, or 0 both. Otherwise as `turn_sums`.
 turn_silu = _turner_of_gates(is_gelu=False)
 turn_gelu = _turner_of_gates(is_gelu=True)
+
+
+@intrinsic
+def turn_pairs(typingctx: Any, source: Any, stride: Any, n_rows: Any, tile: Any) -> Any:
+    """16 bf16 numbers of up to 32 rows, stride bytes apart -> a tile of 16 rows of 32, zeros for rows beyond."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, stride, n_rows, tile = args
+        halves = ir.VectorType(_i16, 16)
+        pairs = []
+        for i in range(16):
+            words = []
+            for row in (2 * i, 2 * i + 1):
+                at = builder.add(source, builder.mul(stride, ir.Constant(_i64, row)))
+                there = builder.icmp_signed("<", ir.Constant(_i64, row), n_rows)
+                count = builder.select(there, ir.Constant(_i64, 16), ir.Constant(_i64, 0))
+                words.append(builder.zext(_load_first(builder, at, count, halves, "v16i16"), _words))
+            pairs.append(builder.or_(words[0], builder.shl(words[1], ir.Constant(_words, [16] * 16))))
+        for i, row in enumerate(_turn(builder, pairs)):
+            store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def store_pairs16(typingctx: Any, address: Any, even: Any, odd: Any) -> Any:
+    """Two vectors of 16 fp32 -> 16 pairs of bf16, one of each, to address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        both = _narrow(builder, args[1], args[2])
+        lanes = [lane for i in range(16) for lane in (i, 16 + i)]
+        pairs = builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(_i32, 32), lanes))
+        store_vector(builder, pairs, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, float32x16, float32x16), codegen
 
 
 # Where `_interleave` puts 32 numbers: the first vector holds those of the lower halves of four lanes of 8, the second

@@ -71,6 +71,7 @@ def _writer(kind: Any) -> Any:
 
 put_byte = _writer(types.uint8)
 put_float = _writer(types.float32)
+put_word = _writer(types.int64)
 
 
 @intrinsic

@@ -33,17 +33,24 @@ VARIANTS = [
 ]
 
 
-def shape_of(n_slots: int, rows: int = 3, fmt: str = "f32", batches: int = 1) -> CacheShape:
+def shape_of(
+    n_slots: int,
+    rows: int = 3,
+    fmt: str = "f32",
+    batches: int = 1,
+    tail_dtype: torch.dtype = torch.float32,
+    scale: int = 1,
+) -> CacheShape:
     return CacheShape(
         n_layers=1,
         num_gpu_batches=batches,
         gpu_batch_size=rows,
         n_kv_heads=N_KV_HEADS,
-        head_dim=HEAD_DIM,
+        head_dim=HEAD_DIM * scale,
         page_counts=(0, n_slots, 0),
         fmt=parse_cache_format(fmt),
-        tail_dtype=torch.float32,
-        page_tokens=PAGE,
+        tail_dtype=tail_dtype,
+        page_tokens=PAGE * scale,
     )
 
 
@@ -66,7 +73,8 @@ class Layer:
         self.resident = aligned(n_resident, shape.page_bytes)
         self.elsewhere = aligned(n_slots - n_resident, shape.page_bytes)
         size = (shape.gpu_batch_size, *shape.tail_shape)
-        self.tails = aligned(4 * torch.Size(size).numel()).view(torch.float32).view(size)
+        tails = aligned(shape.tail_dtype.itemsize * torch.Size(size).numel())
+        self.tails = tails.view(shape.tail_dtype).view(size)
         self.allocator = PageAllocator(shape)
 
     def step(
@@ -99,21 +107,31 @@ class Layer:
         return out
 
 
-def random_qkv(n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.randn((n, N_HEADS, HEAD_DIM), generator=generator),
-        torch.randn((n, N_KV_HEADS, HEAD_DIM), generator=generator),
-        torch.randn((n, N_KV_HEADS, HEAD_DIM), generator=generator),
-    )
+def random_qkv(
+    n: int, generator: torch.Generator, head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parts of one tensor, as a stacked projection makes them."""
+    heads = (N_HEADS, N_KV_HEADS, N_KV_HEADS)
+    made = torch.randn((n, sum(heads), head_dim), generator=generator).to(dtype)
+    query, key, value = made.split(heads, dim=1)
+    return query, key, value
 
 
 @pytest.mark.parametrize("params", VARIANTS)
 @pytest.mark.parametrize("n_resident", [0, 5, 60])
-def test_passes_of_mixed_pieces_equal_dense_attention(params: AttentionParams, n_resident: int) -> None:
-    """Prompts of several segments, one-token steps, sequences that end and begin, in random mixes."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_passes_of_mixed_pieces_equal_dense_attention(
+    params: AttentionParams, n_resident: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Prompts of several segments, one-token steps, sequences that end and begin, in random mixes.
+
+    In bf16 pages and heads are of sizes that AMX's kernels take.
+    """
     rng = random.Random(n_resident)
     generator = torch.Generator().manual_seed(n_resident)
-    layer = Layer(shape_of(60), n_resident)
+    is_bf16 = dtype == torch.bfloat16
+    shape = shape_of(60, fmt="bf16" if is_bf16 else "f32", tail_dtype=dtype, scale=2 if is_bf16 else 1)
+    layer = Layer(shape, n_resident)
     history: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     running: list[tuple[CacheSequence, int]] = []  # with the prompt's length
     for _ in range(30):
@@ -123,7 +141,7 @@ def test_passes_of_mixed_pieces_equal_dense_attention(params: AttentionParams, n
             if place is None:
                 break
             running.append((place, prompt_len))
-            empty = torch.zeros((0, N_KV_HEADS, HEAD_DIM))
+            empty = torch.zeros((0, N_KV_HEADS, shape.head_dim), dtype=dtype)
             history[id(place)] = (empty, empty)
         pieces: list[tuple[CacheSequence, int]] = []
         decode: list[bool] = []
@@ -132,7 +150,7 @@ def test_passes_of_mixed_pieces_equal_dense_attention(params: AttentionParams, n
             left = min(prompt_len - place.length, SEGMENT_TOKENS) if in_prompt else 1
             pieces.append((place, left))
             decode.append(not in_prompt)
-        qkv = random_qkv(sum(n for _, n in pieces), generator)
+        qkv = random_qkv(sum(n for _, n in pieces), generator, shape.head_dim, dtype)
         out = layer.step(pieces, decode, qkv, params)
         begin = 0
         for place, n in pieces:
@@ -141,8 +159,8 @@ def test_passes_of_mixed_pieces_equal_dense_attention(params: AttentionParams, n
                 torch.cat([old, new[here]]) for old, new in zip(history[id(place)], qkv[1:], strict=True)
             )
             history[id(place)] = (keys, values)
-            expected = attend_one(qkv[0][here], keys, values, params)
-            torch.testing.assert_close(out[here], expected, atol=2e-5, rtol=1e-4)
+            expected = attend_one(qkv[0][here].float(), keys, values, params)
+            torch.testing.assert_close(out[here].float(), expected, atol=tolerance, rtol=5 * tolerance)
             begin += n
         for place, prompt_len in [r for r in running if rng.random() < 0.1 or r[0].length >= r[1] + 20]:
             layer.allocator.release(place)
