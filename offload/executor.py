@@ -432,7 +432,7 @@ class Executor:
         batch.projected = []
         for chunk in batch.chunks:
             q, k, v, carry = unit.project(weights, hidden[chunk.begin : chunk.end], chunk)
-            item = _Projected(q, k, v, carry, torch.empty_like(q))
+            item = _Projected(q, k, v, carry, torch.empty_like(q, memory_format=torch.contiguous_format))
             # Segments that begin their sequence need no stored page: the device attends them itself.
             attend_first_segments(chunk.attention, q, k, v, unit.attention, item.out)
             batch.projected.append(item)

@@ -194,7 +194,7 @@ class LayerCache:
         """Attend a chunk whose keys and values were appended: query (tokens, n_heads, head_dim) -> same."""
         if chunk.decode_all:
             return self.decode(chunk, query, params)
-        out = torch.empty_like(query)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
         attend_first_segments(chunk, query, key, value, params, out)
         self.attend_stored(chunk, query, key, value, params, out)
         return out
@@ -252,16 +252,17 @@ class LayerCache:
             most_bytes=self.staging_bytes,
         )
         addresses = self.resident.data_ptr() + slots * self.resident.stride(0)
-        away = slots >= self.n_resident
-        if away.any():
-            if self.staged is not None:
-                begin, stride = self.staged.data_ptr(), self.staged.stride(0)
-                addresses[away] = begin + (slots[away] - self.n_resident) * stride
-            if self.outbox is not None and self.outbox.pages is not None:
-                begin, stride = self.outbox.pages.data_ptr(), self.outbox.pages.stride(0)
-                fresh = {slot: begin + row * stride for row, slot in enumerate(self.outbox.slots)}
-                for i in np.flatnonzero(away):
-                    addresses[i] = fresh.get(int(slots[i]), addresses[i])
+        away = np.flatnonzero(slots >= self.n_resident)
+        if len(away):
+            fresh = (
+                {slot: row for row, slot in enumerate(self.outbox.slots)} if self.outbox is not None else {}
+            )
+            for i, slot in zip(away, slots[away].tolist(), strict=True):
+                is_fresh = slot in fresh
+                store = self.outbox.pages if is_fresh and self.outbox is not None else self.staged
+                row = fresh[slot] if is_fresh else slot - self.n_resident
+                assert store is not None and row < store.shape[0], f"page {slot} is not here"
+                addresses[i] = store.data_ptr() + row * store.stride(0)
         v_offset = shape.n_kv_heads * shape.page_tokens * shape.head_dim * query.element_size()
         pages = tiles.Pages(addresses, v_offset)
         tiles.prefill_attention(query, key, value, kernel_params(params), plan, out, pages)

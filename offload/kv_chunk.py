@@ -179,9 +179,8 @@ class ChunkAttention:
                 if bool(s.start) != stored:
                     continue
                 pages = s.pages.numpy()
-                if (
-                    stored and window
-                ):  # the first query sees window - 1 positions before it; whole pages are read
+                if stored and window:
+                    # The first query sees window - 1 positions before it; whole pages are read.
                     pages = pages[max(0, s.start - window + 1) // page_tokens :]
                 segments.append(PrefillSegment(s.token, s.n, s.token, s.n, len(pages)))
                 slots.append(pages)
