@@ -218,10 +218,7 @@ class LayerCache:
             return
         for segment in segments:
             here = segment.tokens
-            pages, past = segment.pages, segment.start
-            if params.window:  # the first query sees window - 1 positions before it; whole pages are read
-                first = max(0, past - params.window + 1) // self.shape.page_tokens
-                pages = pages[first:]
+            pages = segment.seen_pages(params.window, self.shape.page_tokens)
             k, v = self._gather(pages, query.dtype, query.device, more_tokens=segment.n)
             k[-segment.n :], v[-segment.n :] = key[here], value[here]
             out[here] = attend_segments(query[here].unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), params)[0]
@@ -254,9 +251,7 @@ class LayerCache:
         addresses = self.resident.data_ptr() + slots * self.resident.stride(0)
         away = np.flatnonzero(slots >= self.n_resident)
         if len(away):
-            fresh = (
-                {slot: row for row, slot in enumerate(self.outbox.slots)} if self.outbox is not None else {}
-            )
+            fresh = self._fresh_rows()
             for i, slot in zip(away, slots[away].tolist(), strict=True):
                 is_fresh = slot in fresh
                 store = self.outbox.pages if is_fresh and self.outbox is not None else self.staged
@@ -347,12 +342,16 @@ class LayerCache:
             dtype=dtype,
         )
 
+    def _fresh_rows(self) -> dict[int, int]:
+        """Slots of pages that were filled earlier in this pass and leave -> their rows in the outbox."""
+        return {slot: row for row, slot in enumerate(self.outbox.slots)} if self.outbox is not None else {}
+
     def _rows(self, slots: Tensor, device: torch.device) -> Tensor:
         """Raw pages (n, page_bytes) of these slots: resident, staged, or filled earlier in this pass."""
         width = self.shape.page_bytes
         if bool((slots < self.n_resident).all()):
             return self.resident[slots.to(device), :width]
-        fresh = {slot: row for row, slot in enumerate(self.outbox.slots)} if self.outbox is not None else {}
+        fresh = self._fresh_rows()
         places: dict[str, list[tuple[int, int]]] = {"resident": [], "staged": [], "fresh": []}
         for i, slot in enumerate(slots.tolist()):
             if slot < self.n_resident:

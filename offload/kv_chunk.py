@@ -36,6 +36,12 @@ class Segment(NamedTuple):
     def tokens(self) -> slice:
         return slice(self.token, self.token + self.n)
 
+    def seen_pages(self, window: int, page_tokens: int) -> Tensor:
+        """The pages that its queries see: all, or with a window whole pages from the first query's first position."""
+        if window == 0 or self.start == 0:
+            return self.pages
+        return self.pages[max(0, self.start - window + 1) // page_tokens :]
+
 
 class Indices(NamedTuple):
     """Index tensors (int64) of a chunk on one device.
@@ -178,10 +184,7 @@ class ChunkAttention:
             for s in self.segments:
                 if bool(s.start) != stored:
                     continue
-                pages = s.pages.numpy()
-                if stored and window:
-                    # The first query sees window - 1 positions before it; whole pages are read.
-                    pages = pages[max(0, s.start - window + 1) // page_tokens :]
+                pages = s.seen_pages(window, page_tokens).numpy()
                 segments.append(PrefillSegment(s.token, s.n, s.token, s.n, len(pages)))
                 slots.append(pages)
             plan = plan_prefill(

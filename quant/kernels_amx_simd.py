@@ -151,6 +151,11 @@ def _turn(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
+def _store_turned(builder: Any, rows: list[Any], tile: Any) -> None:
+    for i, row in enumerate(_turn(builder, rows)):
+        store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+
+
 @intrinsic
 def turn_tokens(typingctx: Any, source: Any, stride: Any, n_tokens: Any, n_numbers: Any, tile: Any) -> Any:
     """Up to 32 bf16 numbers of up to 16 tokens, stride bytes apart -> the tile at address tile; zeros beyond."""
@@ -164,8 +169,7 @@ def turn_tokens(typingctx: Any, source: Any, stride: Any, n_tokens: Any, n_numbe
                 builder.icmp_signed("<", ir.Constant(_i64, i), n_tokens), n_numbers, ir.Constant(_i64, 0)
             )
             rows.append(builder.bitcast(_load_first(builder, at, here, _shorts, "v32i16"), _words))
-        for i, row in enumerate(_turn(builder, rows)):
-            store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+        _store_turned(builder, rows, tile)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
@@ -188,8 +192,7 @@ def turn_listed(typingctx: Any, addresses: Any, offset: Any, n_rows: Any, tile: 
             here = builder.icmp_signed("<", ir.Constant(_i64, i), n_rows)
             count = builder.select(here, ir.Constant(_i64, 32), ir.Constant(_i64, 0))
             rows.append(builder.bitcast(_load_first(builder, at, count, _shorts, "v32i16"), _words))
-        for i, row in enumerate(_turn(builder, rows)):
-            store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+        _store_turned(builder, rows, tile)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
@@ -376,8 +379,7 @@ def turn_pairs(typingctx: Any, source: Any, stride: Any, n_rows: Any, tile: Any)
                 count = builder.select(there, ir.Constant(_i64, 16), ir.Constant(_i64, 0))
                 words.append(builder.zext(_load_first(builder, at, count, halves, "v16i16"), _words))
             pairs.append(builder.or_(words[0], builder.shl(words[1], ir.Constant(_words, [16] * 16))))
-        for i, row in enumerate(_turn(builder, pairs)):
-            store_vector(builder, row, builder.add(tile, ir.Constant(_i64, 64 * i)))
+        _store_turned(builder, pairs, tile)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen

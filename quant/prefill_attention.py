@@ -25,8 +25,6 @@ MOST_BYTES = 64 << 20
 _UNIT_COST = 48
 # The kernel compares positions as fp32.
 MAX_KEYS = 1 << 24
-_KEYS = 32
-_LANES = 32
 
 
 class PrefillSegment(NamedTuple):
@@ -100,6 +98,8 @@ def plan_prefill(
     most_bytes: for packed keys, which decide how many threads work; one does in any case.
     Raises ValueError for segments that cannot be, and for pages that do not hold a multiple of 32 tokens.
     """
+    from quant.kernels_prefill_amx import KEYS, LANES
+
     if n_heads % n_kv_heads or head_dim % 32:
         raise ValueError(
             f"{n_heads} query heads of {head_dim} numbers for {n_kv_heads} KV heads: each KV head must serve as many, "
@@ -108,8 +108,8 @@ def plan_prefill(
     for s in segments:
         if s.n < 1 or s.n_keys < s.n or min(s.first, s.first_key, s.n_pages) < 0:
             raise ValueError(f"{s} has no queries, or fewer keys than queries, or begins before its tensors")
-        if s.n_pages and (page_tokens < 1 or page_tokens % _KEYS):
-            raise ValueError(f"pages must hold a multiple of {_KEYS} tokens, got {page_tokens}")
+        if s.n_pages and (page_tokens < 1 or page_tokens % KEYS):
+            raise ValueError(f"pages must hold a multiple of {KEYS} tokens, got {page_tokens}")
         if s.n_pages * page_tokens + s.n_keys > MAX_KEYS:
             raise ValueError(f"{s} sees more than {MAX_KEYS} keys")
     group, of_page = n_heads // n_kv_heads, max(page_tokens, 1)
@@ -121,13 +121,13 @@ def plan_prefill(
         stored = s.n_pages * page_tokens
         seen = stored + s.n_keys
         # For one KV head; then repeated for all.
-        rows = np.arange(0, s.n * group, _LANES)
-        last = seen - s.n + np.minimum(rows + _LANES - 1, s.n * group - 1) // group
+        rows = np.arange(0, s.n * group, LANES)
+        last = seen - s.n + np.minimum(rows + LANES - 1, s.n * group - 1) // group
         begin = np.maximum(seen - s.n + rows // group - window + 1, 0) if window else 0
-        paged, own = np.arange(0, stored, _KEYS), np.arange(0, s.n_keys, _KEYS)
+        paged, own = np.arange(0, stored, KEYS), np.arange(0, s.n_keys, KEYS)
         n_paged, n_blocks = len(paged), len(paged) + len(own)
         block = np.empty((3, n_blocks), np.int64)  # keys, page, token
-        block[0, :n_paged], block[0, n_paged:] = _KEYS, np.minimum(s.n_keys - own, _KEYS)
+        block[0, :n_paged], block[0, n_paged:] = KEYS, np.minimum(s.n_keys - own, KEYS)
         block[1, :n_paged], block[1, n_paged:] = first_page + paged // of_page, -1
         block[2, :n_paged], block[2, n_paged:] = paged % of_page, s.first_key + own
         units.append(np.stack((np.repeat(len(items) + heads, len(rows)), np.tile(rows, n_kv_heads))))
@@ -137,7 +137,7 @@ def plan_prefill(
         first_block += n_kv_heads * n_blocks
         first_page += s.n_pages
         most_blocks = max(most_blocks, n_blocks)
-    item_bytes = max(1, most_blocks * 2 * _KEYS * head_dim * 2)
+    item_bytes = max(1, most_blocks * 2 * KEYS * head_dim * 2)
     n_shares = max(1, min(n_threads or torch.get_num_threads(), most_bytes // item_bytes))
     cost = np.concatenate([np.empty(0, np.int64), *costs])
     bounds = np.arange(n_shares + 1) * (cost.sum() / n_shares)
@@ -218,6 +218,8 @@ def prefill_attention(
 
 def _blocks(plan: PrefillPlan, key: Tensor, value: Tensor, pages: Pages | None) -> npt.NDArray[np.int64]:
     """The kernel's blocks: K and V rows, their strides, how many, whether K's are read in place."""
+    from quant.kernels_prefill_amx import KEYS
+
     row = plan.head_dim * 2
     columns = np.empty((6, len(plan.block_head)), np.int64)
     for column, tensor in enumerate((key, value)):
@@ -231,7 +233,7 @@ def _blocks(plan: PrefillPlan, key: Tensor, value: Tensor, pages: Pages | None) 
         columns[1, stored] = columns[0, stored] + pages.v_offset
         columns[2:4, stored] = row
     columns[4] = plan.block_keys
-    columns[5] = (plan.block_keys == _KEYS) & (columns[2] == row) & (columns[0] % 64 == 0)
+    columns[5] = (plan.block_keys == KEYS) & (columns[2] == row) & (columns[0] % 64 == 0)
     return np.ascontiguousarray(columns.T)
 
 
