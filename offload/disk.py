@@ -22,6 +22,7 @@ import torch
 from offload.disk_io import (
     BOUNCE_BYTES,
     Bounce,
+    DirectPart,
     DiskError,
     DiskFullError,
     DiskPool,
@@ -171,7 +172,31 @@ class DiskFile:
     ) -> None:
         self.close()
 
-    # -- pieces, on the pool's threads ---------------------------------------------------------------
+    # -- pieces, through the pool --------------------------------------------------------------------
+
+    def _cut(
+        self, view: memoryview, address: int, offset: int, *, write: bool, ringed: bool
+    ) -> tuple[list[DirectPart], list[Task]]:
+        """A piece as what goes through a ring and what is left to threads."""
+        move = self._write_piece if write else self._read_piece
+
+        def task(begin: int, end: int) -> Task:
+            return lambda bounce: move(view[begin:end], address + begin, offset + begin, bounce)
+
+        head, middle = self._split(address, offset, len(view)) if self.direct and ringed else (0, 0)
+        if not middle:
+            return [], [task(0, len(view))]
+        action = "write" if write else "read"
+
+        def ended(result: int) -> None:
+            part = view[head : head + middle]
+            if result < 0:
+                self._refused(action, OSError(-result, os.strerror(-result)), offset + head, middle, 0, True)
+            self._move(action, part, offset + head, done=max(result, 0))
+
+        part = DirectPart(self._direct_fd, address + head, middle, offset + head, write, ended)
+        ends = [(0, head)] * (head > 0) + [(head + middle, len(view))] * (head + middle < len(view))
+        return [part], [task(*end) for end in ends]
 
     def _read_piece(self, view: memoryview, address: int, offset: int, bounce: Bounce) -> None:
         """Fill `view`, which lies at `address`, from `offset`."""
@@ -238,22 +263,27 @@ class DiskFile:
             done += size
 
     def _move(
-        self, action: str, view: memoryview, offset: int, *, needed: int | None = None, buffered: bool = False
+        self,
+        action: str,
+        view: memoryview,
+        offset: int,
+        *,
+        needed: int | None = None,
+        buffered: bool = False,
+        done: int = 0,
     ) -> None:
-        """Read or write all of `view` (at least its first `needed` bytes), resuming short transfers."""
+        """Read or write all of `view` (at least its first `needed` bytes), resuming after `done` bytes and after
+        short transfers."""
         needed = len(view) if needed is None else needed
         transfer = self.pool.preadv if action == "read" else self.pool.pwritev
-        done = 0
         while done < needed:
             # The remainder of a transfer cut short at an odd place cannot go on directly.
             direct = self.direct and not buffered and done % self.alignment_bytes == 0
             try:
                 n = transfer(self._direct_fd if direct else self._fd, [view[done:]], offset + done)
             except OSError as error:
-                if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                    self._fall_back(f"the file system refused a direct {action} ({error.strerror})")
-                    continue
-                raise self._error(action, error, offset, needed, done) from error
+                self._refused(action, error, offset, needed, done, direct)
+                continue
             if n == 0:
                 raise DiskError(
                     action,
@@ -265,6 +295,14 @@ class DiskFile:
                     remedy="the file was cut short after it was opened or copied; get or build it again",
                 )
             done += n
+
+    def _refused(
+        self, action: str, error: OSError, offset: int, expected: int, got: int, direct: bool
+    ) -> None:
+        """Raise what a transfer's error means, unless it is one that ordinary I/O does not have."""
+        if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise self._error(action, error, offset, expected, got) from error
+        self._fall_back(f"the file system refused a direct {action} ({error.strerror})")
 
     def _error(self, action: str, error: OSError, offset: int, expected: int, got: int) -> DiskError:
         if is_full(error):
@@ -338,7 +376,9 @@ def _transfer(extents: Sequence[Extent], tensor: torch.Tensor, *, write: bool) -
         )
     view = memoryview(tensor.view(-1).numpy().data)
     address = tensor.data_ptr()
+    parts: list[DirectPart] = []
     tasks: list[Task] = []
+    ringed = bool(extents) and extents[0].file.pool.ring() is not None
     total = 0
     for extent in _coalesce(extents):
         file, offset, n_bytes, place = extent
@@ -353,19 +393,15 @@ def _transfer(extents: Sequence[Extent], tensor: torch.Tensor, *, write: bool) -
             # Cut at multiples of the piece size in the file, so that only an extent's own ends are ragged.
             stop = min(end, (offset // piece_bytes + 1) * piece_bytes)
             piece = view[place : place + stop - offset]
-            tasks.append(_task(file, piece, address + place, offset, write))
+            direct, others = file._cut(piece, address + place, offset, write=write, ringed=ringed)
+            parts.extend(direct)
+            tasks.extend(others)
             place += stop - offset
             offset = stop
         total += n_bytes
-    if tasks:
-        extents[0].file.pool.run(tasks)
+    if parts or tasks:
+        extents[0].file.pool.move(parts, tasks)
     return total
-
-
-def _task(file: DiskFile, piece: memoryview, address: int, offset: int, write: bool) -> Task:
-    if write:
-        return lambda bounce: file._write_piece(piece, address, offset, bounce)
-    return lambda bounce: file._read_piece(piece, address, offset, bounce)
 
 
 def _check_range(file: DiskFile, offset: int, n_bytes: int, *, write: bool) -> None:

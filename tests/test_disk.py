@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from offload.disk import (
 )
 from offload.disk_io import BOUNCE_BYTES, query_direct_alignment
 from offload.memory import Arena
+from offload.uring import Ring, open_ring
 from policy.tiers import Tier
 
 SIZE = 300_001  # odd on purpose
@@ -41,9 +42,10 @@ def _buffer(n_bytes: int) -> torch.Tensor:
     return Arena("test", Tier.CPU, n_bytes, DEVICE).take(n_bytes, "buffer")
 
 
-@pytest.fixture
-def pool() -> Iterator[DiskPool]:
-    with DiskPool(n_in_flight=4, piece_bytes=PIECE) as pool:
+@pytest.fixture(params=["ring", "threads"])
+def pool(request: pytest.FixtureRequest) -> Iterator[DiskPool]:
+    make_ring = open_ring if request.param == "ring" else lambda: None
+    with DiskPool(n_in_flight=4, piece_bytes=PIECE, make_ring=make_ring) as pool:
         yield pool
 
 
@@ -385,3 +387,132 @@ def test_interrupt_while_transferring_leaves_nothing_under_way(path: Path) -> No
         n_finished = len(finished)
         threading.Event().wait(0.1)
         assert len(finished) == n_finished > 0
+
+
+class _FaultyRing(Ring):
+    """A ring that notes what it is asked and may report other results than the kernel's."""
+
+    def __init__(self, misbehave: Callable[[int, int], int]) -> None:
+        super().__init__()
+        self.misbehave = misbehave  # (offset, result) -> result
+        self.offsets: dict[int, int] = {}
+
+    def push(self, *, fd: int, address: int, n_bytes: int, offset_bytes: int, write: bool, tag: int) -> None:
+        self.offsets[tag] = offset_bytes
+        super().push(fd=fd, address=address, n_bytes=n_bytes, offset_bytes=offset_bytes, write=write, tag=tag)
+
+    def reap(self) -> list[tuple[int, int]]:
+        return [(tag, self.misbehave(self.offsets[tag], result)) for tag, result in super().reap()]
+
+
+@pytest.fixture
+def rings(path: Path, pool: DiskPool) -> None:
+    """Skips where transfers cannot go through a ring."""
+    with DiskFile(path, pool) as file:
+        if not file.direct or open_ring() is None:
+            pytest.skip("no io_uring here, or no direct I/O in the temporary folder")
+
+
+def test_a_ring_takes_the_whole_blocks(path: Path, content: np.ndarray, rings: None) -> None:
+    made: list[_FaultyRing] = []
+
+    def make() -> Ring:
+        made.append(_FaultyRing(lambda offset, result: result))
+        return made[-1]
+
+    dest = _buffer(SIZE)
+    with DiskPool(piece_bytes=4096, make_ring=make) as pool, DiskFile(path, pool) as file:
+        file.read_into(dest)
+        block = file.alignment_bytes
+        # More pieces than the ring holds; the last, odd one ends in the bounce buffer.
+        assert sorted(made[0].offsets.values()) == list(range(0, SIZE // block * block, 4096))
+        assert len(made[0].offsets) > made[0].n_entries
+        assert pool.measured_bytes == BOUNCE_BYTES
+        other = threading.Thread(target=lambda: file.read_into(_buffer(8192), 0, 8192))
+        other.start()
+        other.join()
+        assert len(made) == 2  # each thread has its own
+    assert np.array_equal(dest.numpy(), content)
+
+
+def test_short_results_of_a_ring_are_resumed(path: Path, content: np.ndarray, rings: None) -> None:
+    dest = _buffer(SIZE)
+    cut: set[int] = set()
+
+    def shorten(offset: int, result: int) -> int:
+        # Zeros in what the kernel is said not to have read: only a second read can make it good.
+        kept = result // 3
+        cut.add(offset)
+        dest[offset + kept : offset + result] = 0
+        return kept
+
+    with (
+        DiskPool(piece_bytes=PIECE, make_ring=lambda: _FaultyRing(shorten)) as pool,
+        DiskFile(path, pool) as file,
+    ):
+        file.read_into(dest)
+    assert len(cut) == -(-SIZE // PIECE)
+    assert np.array_equal(dest.numpy(), content)
+
+
+def test_a_failed_result_of_a_ring_names_its_place_and_leaves_nothing_under_way(
+    path: Path, rings: None
+) -> None:
+    broken = [5 * 4096]
+    made: list[_FaultyRing] = []
+
+    def make() -> Ring:
+        made.append(_FaultyRing(lambda offset, result: -errno.EIO if offset in broken else result))
+        return made[-1]
+
+    with DiskPool(piece_bytes=4096, make_ring=make) as pool, DiskFile(path, pool) as file:
+        with pytest.raises(DiskError) as caught:
+            file.read_into(_buffer(SIZE))
+        assert (caught.value.path, caught.value.offset_bytes) == (path, 5 * 4096)
+        assert (caught.value.expected_bytes, caught.value.got_bytes) == (4096, 0)
+        assert "(EIO)" in str(caught.value) and isinstance(caught.value.__cause__, OSError)
+        assert made[0].in_flight == 0 and len(made[0].offsets) == made[0].n_entries  # the rest did not start
+        broken.clear()
+        file.read_into(_buffer(SIZE))  # the ring goes on
+
+
+def test_a_full_disk_is_told_by_a_ring(path: Path, rings: None) -> None:
+    refusal = pytest.raises(DiskFullError, match=r"needs 8\.0 KiB of disk space.*--disk-dir")
+    full = lambda: _FaultyRing(lambda offset, result: -errno.ENOSPC)  # noqa: E731
+    with DiskPool(make_ring=full) as pool, DiskFile(path, pool, writable=True) as file, refusal:
+        file.write_from(_buffer(8192))
+
+
+def test_a_ring_refused_direct_io_falls_back(path: Path, content: np.ndarray, rings: None) -> None:
+    dest = _buffer(SIZE)
+
+    def refuse(offset: int, result: int) -> int:
+        dest[offset : offset + result] = 0
+        return -errno.EINVAL
+
+    with (
+        DiskPool(piece_bytes=PIECE, make_ring=lambda: _FaultyRing(refuse)) as pool,
+        DiskFile(path, pool) as file,
+    ):
+        file.read_into(dest)
+        assert not file.direct and len(file.notes) == 1 and "refused a direct read" in file.notes[0]
+    assert np.array_equal(dest.numpy(), content)
+
+
+def test_interrupt_of_a_ring_leaves_nothing_under_way(path: Path, rings: None) -> None:
+    made: list[Ring] = []
+    interrupts = iter([True])
+
+    def interrupt(offset: int, result: int) -> int:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        return result
+
+    def make() -> Ring:
+        made.append(_FaultyRing(interrupt))
+        return made[-1]
+
+    with DiskPool(piece_bytes=4096, make_ring=make) as pool, DiskFile(path, pool) as file:
+        with pytest.raises(KeyboardInterrupt):
+            file.read_into(_buffer(SIZE))
+        assert made[0].in_flight == 0
