@@ -22,7 +22,7 @@ _MAX_IN_FLIGHT = 256
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """Finished work of a lane. busy_seconds counts the operations themselves, not what they waited for."""
+    """Finished work of a lane. busy_seconds: while an operation was under way, without what it waited for."""
 
     busy_seconds: float = 0.0
     bytes: int = 0
@@ -30,20 +30,52 @@ class LaneStats:
 
 
 class Book:
-    """Counts a lane's finished operations and passes them on to the trace."""
+    """Counts a lane's finished operations and passes them on to the trace.
+
+    Operations of a lane that overlap are entered in the order of their beginnings, each from the end of the one
+    before: no second is counted twice, and the trace's row shows one after the other.
+    """
 
     def __init__(self, lane: str, trace: Trace | None) -> None:
         self._lane = lane
         self._trace = trace
         self._lock = threading.Lock()
         self._stats = LaneStats()
+        self._n_begun = 0
+        self._n_entered = 0
+        self._ended: dict[int, tuple[str, float, float, int] | None] = {}
+        self._until_seconds = 0.0
+
+    def begin(self) -> tuple[int, float]:
+        """An operation begins now: its number, which `end` must be told, and the time."""
+        with self._lock:
+            self._n_begun += 1
+            return self._n_begun - 1, time.perf_counter()
+
+    def end(self, begun: tuple[int, float], label: str, n_bytes: int | None) -> None:
+        """An operation ends now; n_bytes is None if it failed and does not count."""
+        number, begin_seconds = begun
+        entry = None if n_bytes is None else (label, begin_seconds, time.perf_counter(), n_bytes)
+        with self._lock:
+            self._ended[number] = entry
+            while self._n_entered in self._ended:
+                entered = self._ended.pop(self._n_entered)
+                self._n_entered += 1
+                if entered is not None:
+                    self._enter(*entered)
 
     def add(self, label: str, begin_seconds: float, end_seconds: float, n_bytes: int) -> None:
+        """Enter an operation of a lane whose operations follow each other."""
         with self._lock:
-            old = self._stats
-            self._stats = LaneStats(
-                old.busy_seconds + end_seconds - begin_seconds, old.bytes + n_bytes, old.n_ops + 1
-            )
+            self._enter(label, begin_seconds, end_seconds, n_bytes)
+
+    def _enter(self, label: str, begin_seconds: float, end_seconds: float, n_bytes: int) -> None:
+        begin_seconds = max(begin_seconds, self._until_seconds)
+        end_seconds = self._until_seconds = max(begin_seconds, end_seconds)
+        old = self._stats
+        self._stats = LaneStats(
+            old.busy_seconds + end_seconds - begin_seconds, old.bytes + n_bytes, old.n_ops + 1
+        )
         if self._trace is not None:
             self._trace.add(self._lane, label, begin_seconds, end_seconds, n_bytes)
 
@@ -67,9 +99,12 @@ class HostRunner:
             error = wait._settle()
             if error is not None:
                 return error
-        begin = time.perf_counter()
-        n_bytes = work() or 0
-        self._book.add(handle.label, begin, time.perf_counter(), n_bytes)
+        begun = self._book.begin()
+        n_bytes = None
+        try:
+            n_bytes = work() or 0
+        finally:
+            self._book.end(begun, handle.label, n_bytes)
         handle._end()
         return None
 

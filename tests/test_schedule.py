@@ -17,7 +17,10 @@ Passes = Sequence[Sequence[BatchPlan]]
 
 
 def happens_before(ops: Sequence[Op]) -> list[int]:
-    """For each operation a bit set of those that are over when it starts: its waits, and its lane's order."""
+    """For each operation a bit set of those that are over when it starts: its waits, and its lane's order.
+
+    Disk reads run two at a time: there the order proves nothing.
+    """
     before: list[int] = []
     last_in_lane: dict[Lane, int] = {}
     for op in ops:
@@ -26,7 +29,8 @@ def happens_before(ops: Sequence[Op]) -> list[int]:
         for other in (*op.waits, *(() if previous is None else (previous,))):
             bits |= before[other] | (1 << other)
         before.append(bits)
-        last_in_lane[op.lane] = op.id
+        if op.lane is not Lane.DISK_READ:
+            last_in_lane[op.lane] = op.id
     return before
 
 
