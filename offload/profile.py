@@ -122,15 +122,16 @@ def unpack_seconds(shape: tuple[int, int], fmt: WeightFormat, dtype: torch.dtype
 def read_bytes_per_s(
     pieces: Sequence[tuple[DiskFile, int, int]], buffer: Tensor, *, repeats: int = 2
 ) -> float:
-    """Sequential read rate over (file, offset, bytes) pieces, each read into `buffer` (uint8, page-aligned).
+    """Sequential read rate over (file, offset, bytes) pieces, all read into `buffer` (uint8, page-aligned).
 
+    The disk has as much to do at once as it can take: a run that waits between reads does not lower its own bound.
     A round before the others is not counted: a disk that is held to a rate may have saved up for it while idle.
     """
+    extents = [Extent(file, offset, min(n_bytes, buffer.numel()), 0) for file, offset, n_bytes in pieces]
     best = 0.0
     for counts in [False] + [True] * repeats:
-        began, moved = time.perf_counter(), 0
-        for file, offset, n_bytes in pieces:
-            moved += read_extents([Extent(file, offset, min(n_bytes, buffer.numel()), 0)], buffer)
+        began = time.perf_counter()
+        moved = read_extents(extents, buffer)
         if counts:
             best = max(best, moved / (time.perf_counter() - began))
     return best
