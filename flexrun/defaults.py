@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 32_768
 """Longest sequence that is admitted where nobody asks for more and the known work has none: every gpu batch sets
 memory aside for one, which models of 128k positions would spend their whole machine on."""
 
-LEANER = ((1024, 3), (1024, 2), (512, 2), (256, 2))
+LEANER = ((1024, 4), (1024, 3), (1024, 2), (512, 2), (256, 2))
 """Tokens computed at once, and units of streamed weights held at once: fewer need less memory and cost little, so
 they are tried before less of anything else is kept in memory."""
 

@@ -172,9 +172,9 @@ def test_three_units_of_streamed_weights_are_held_where_there_is_room():
         return limits, plan
 
     limits, plan = choice(1 << 30)
-    assert limits.weights_slots == plan.n_weights_slots == 3
+    assert limits.weights_slots == plan.n_weights_slots == 4
     fewer, smaller = choice(plan.tier_bytes(Tier.CPU) - 1)
-    assert fewer.weights_slots == smaller.n_weights_slots == 2 and fewer.chunk_tokens == limits.chunk_tokens
+    assert fewer.weights_slots == smaller.n_weights_slots == 3 and fewer.chunk_tokens == limits.chunk_tokens
     assert plan.tier_bytes(Tier.CPU) - smaller.tier_bytes(Tier.CPU) == plan.weights_slot_bytes
 
 
