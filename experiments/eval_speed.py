@@ -47,7 +47,7 @@ def questions(n: int) -> list[list[tuple[str, str]]]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """One mode in this process."""
-    from flexrun.bench import Phase, _resource_seconds
+    from flexrun.bench import Phase, disk_read_rate, resource_seconds
     from flexrun.cli.session import load_llm
     from flexrun.report import peak_rss_bytes
     from policy.workload import Workload
@@ -57,6 +57,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     workload = Workload(prompt_len=60, gen_len=0, num_requests=len(pairs) if batched else 1)
     with load_llm(args, workload=workload) as llm:
         llm.score(pairs[:1])  # compiled kernels and first reads are not what is measured
+        llm.runtime.executor.drain()
+        streams = bool(llm.runtime.weights.disk_extents())
+        disk_rates = [disk_read_rate(llm)] if streams else []
         engine, lanes = llm.engine, llm.runtime.lanes
         passes, tokens = engine.stats.passes, engine.stats.prompt_tokens
         lanes.reset_stats()
@@ -75,7 +78,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             lanes={lane: (s.busy_seconds, s.bytes) for lane, s in lanes.stats().items()},
         )
         llm.runtime.executor.drain()
-        resources = _resource_seconds(llm, phase)
+        if streams:
+            disk_rates.append(disk_read_rate(llm))
+        resources = resource_seconds(llm, phase, disk_rates)
         return {
             "scorings": len(scores),
             "seconds": seconds,

@@ -2,14 +2,16 @@
 
 The bound is the sum over the phases (prefill, decode) of the largest resource time in that phase, for the work
 that the policy cannot avoid: FLOPs of the linear layers at the GEMM rate that a short calibration reaches at
-the run's shapes, unpacking once per pass included; bytes at the bandwidth that a short calibration reaches, or
-the run itself where that was more.
+the run's shapes, unpacking once per pass included; bytes at the bandwidth that short calibrations before and after
+reach, or the run itself where that was more.
 Attention, norms and sampling are left out of the bound, so a real run cannot reach an efficiency of 1.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +122,7 @@ def _overlap(phase: Phase) -> float:
 def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, seed: int = 0) -> BenchResult:
     """Run num_requests random prompts of prompt_len tokens and gen_len new tokens each (greedy, no early end).
 
-    One request goes before and is not counted.
+    One request goes before and is not counted. Then, and again afterwards, the disk is calibrated.
     """
     generator = torch.Generator().manual_seed(seed)
     vocab = min(llm.engine.vocab_size, llm.config.vocab_size)
@@ -128,6 +130,9 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
     scoring = gen_len == 0
     params = SamplingParams(temperature=0.0, max_tokens=max(gen_len, 1), ignore_eos=True)
     warm_up(llm, prompts[0], max_tokens=min(gen_len, 2))
+    # The warm-up's last pass loads nothing ahead, so the ring is free to be read into.
+    llm.runtime.executor.drain()
+    disk_rates = [disk_read_rate(llm)] if llm.runtime.weights.disk_extents() else []
     engine, lanes = MeteredEngine(llm), llm.runtime.lanes
     stats = llm.engine.stats
     for i, prompt in enumerate(prompts):
@@ -167,7 +172,9 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
         for name, p in totals.items()
         if p[0]
     ]
-    resources = {phase.name: _resource_seconds(llm, phase) for phase in phases}
+    if any("disk_read" in phase.lanes and phase.lanes["disk_read"][1] for phase in phases):
+        disk_rates.append(disk_read_rate(llm))
+    resources = {phase.name: resource_seconds(llm, phase, disk_rates) for phase in phases}
     bound = sum(max(times.values()) for times in resources.values())
     whole = max(
         (sum(times.get(name, 0.0) for times in resources.values()) for name in _names(resources)), default=0.0
@@ -195,9 +202,10 @@ def _names(resources: dict[str, dict[str, float]]) -> set[str]:
 # -- the bound ---------------------------------------------------------------------------------------------
 
 
-def _resource_seconds(llm: LLM, phase: Phase) -> dict[str, float]:
+def resource_seconds(llm: LLM, phase: Phase, disk_rates: Sequence[float]) -> dict[str, float]:
     """Seconds that each resource needs for the phase's unavoidable work, at calibrated rates.
 
+    disk_rates: from before and after the run; a byte takes the mean of their times, because a shared disk drifts.
     Where a lane moved its bytes faster than the calibration, which a disk of changing speed does, its own time is
     the bound.
     """
@@ -205,7 +213,7 @@ def _resource_seconds(llm: LLM, phase: Phase) -> dict[str, float]:
     runtime = llm.runtime
     busy, read = phase.lanes.get("disk_read", (0.0, 0))
     if read:
-        times["disk_read"] = min(busy, read / _disk_rate(llm))
+        times["disk_read"] = min(busy, read * statistics.mean(1 / rate for rate in disk_rates))
     if runtime.device.first_tier is Tier.GPU:
         for lane, upload in (("upload", True), ("download", False)):
             busy, moved = phase.lanes.get(lane, (0.0, 0))
@@ -251,8 +259,8 @@ def _linear_seconds(
     return seconds
 
 
-def _disk_rate(llm: LLM) -> float:
-    """Read rate over the files that the run streams from."""
+def disk_read_rate(llm: LLM) -> float:
+    """Read rate over the files that the run streams from, now. Uses the weights' ring: no pass may be under way."""
     weights = llm.runtime.weights
     pieces = []
     total = 0
@@ -278,4 +286,4 @@ def _disk_rate(llm: LLM) -> float:
     return read_bytes_per_s(pieces, buffer)
 
 
-__all__ = ["BenchResult", "Phase", "run_bench"]
+__all__ = ["BenchResult", "Phase", "disk_read_rate", "resource_seconds", "run_bench"]
