@@ -75,7 +75,7 @@ CASES = {
     "int4-disk-cache": Case(
         limit="700MB",
         model="llama-1.1b-int4-g64",
-        flags=[*MANY, *ON_DISK, "--cache", "0,0,1", "--cpu-mem", "380MB", *_shape(16, 2)],
+        flags=[*MANY, *ON_DISK, "--cache", "0,0,1", "--cpu-mem", "400MB", *_shape(64, 1)],
     ),
     "opt-6.7b": Case(
         limit="3GB",
