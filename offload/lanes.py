@@ -149,9 +149,12 @@ class Lane:
 
     def drain(self) -> None:
         """Wait until everything submitted so far has ended, well or badly."""
-        for handle in tuple(self._submitted):
+        with self._lock:
+            submitted = tuple(self._submitted)
+        for handle in submitted:
             handle._settle()
-        self._forget_ended()
+        with self._lock:
+            self._forget_ended()
         self._runner.quiesce()
 
     def stats(self) -> LaneStats:
