@@ -86,10 +86,12 @@ def poison_buffers(runtime: Runtime) -> None:
     def ring(slots: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
         return [slots[index]] if slots and index >= 0 else []
 
-    def first_read(index: int, slot: int, piece: int, n_pieces: int) -> list[torch.Tensor]:
-        return ring(weights._staging or weights._ring, slot) if piece == 0 else []
+    def share_to_read(index: int, slot: int, piece: int, n_pieces: int) -> list[torch.Tensor]:
+        # Each piece its own share: two are read at once, and the first need not begin first.
+        begin, end = weights.piece(index, piece, n_pieces)
+        return [run[begin:end] for run in ring(weights._staging or weights._ring, slot)]
 
-    before(weights, "read", first_read)
+    before(weights, "read", share_to_read)
 
     def first_upload(index: int, slot: int, staging: int, piece: int, n_pieces: int) -> list[torch.Tensor]:
         return ring(weights._ring, slot) if piece == 0 else []
