@@ -58,8 +58,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with load_llm(args, workload=workload) as llm:
         llm.score(pairs[:1])  # compiled kernels and first reads are not what is measured
         llm.runtime.executor.drain()
-        streams = bool(llm.runtime.weights.disk_extents())
-        disk_rates = [disk_read_rate(llm)] if streams else []
+        disk_rates = [disk_read_rate(llm)] if llm.runtime.weights.disk_extents() else []
         engine, lanes = llm.engine, llm.runtime.lanes
         passes, tokens = engine.stats.passes, engine.stats.prompt_tokens
         lanes.reset_stats()
@@ -78,7 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             lanes={lane: (s.busy_seconds, s.bytes) for lane, s in lanes.stats().items()},
         )
         llm.runtime.executor.drain()
-        if streams:
+        if phase.lanes.get("disk_read", (0.0, 0))[1]:
             disk_rates.append(disk_read_rate(llm))
         resources = resource_seconds(llm, phase, disk_rates)
         return {

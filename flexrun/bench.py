@@ -172,7 +172,7 @@ def run_bench(llm: LLM, *, prompt_len: int, gen_len: int, num_requests: int, see
         for name, p in totals.items()
         if p[0]
     ]
-    if any("disk_read" in phase.lanes and phase.lanes["disk_read"][1] for phase in phases):
+    if any(phase.lanes.get("disk_read", (0.0, 0))[1] for phase in phases):
         disk_rates.append(disk_read_rate(llm))
     resources = {phase.name: resource_seconds(llm, phase, disk_rates) for phase in phases}
     bound = sum(max(times.values()) for times in resources.values())

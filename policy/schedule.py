@@ -4,10 +4,10 @@ Zig-zag order (FlexGen, section 3.2): all gpu batches of a unit before the next 
 the weights serves the whole block. The executor runs these operations, the simulator times them; neither
 adds a dependency of its own.
 
-Each operation names its lane (a resource that works on its own, in submission order), the ring slot it
-fills or uses, and the ids of the earlier operations that it waits for. A slot is filled only after the last
-operation that used its former content; that operation is always among `waits`, so no buffer is overwritten
-too early, whatever the lanes' speeds.
+Each operation names its lane (a resource that works on its own and takes operations up in submission order),
+the ring slot it fills or uses, and the ids of the earlier operations that it waits for. A slot is filled only
+after the last operation that used its former content; that operation is always among `waits`, so no buffer is
+overwritten too early, whatever the lanes' speeds.
 
 Prefetch: the load of a streamed unit is emitted as soon as the ring slot it needs has been released by an
 operation already emitted, so the slowest lane is never idle while there is room in the rings. A unit's
@@ -290,11 +290,11 @@ class ZigZag:
 
         Piece k is the same bytes of the unit for both, so the upload of a piece waits for the read of that
         piece alone, and reads go on into the staging slot while what has arrived is on its way up: they
-        touch other bytes. No slot is reused early: the first piece of a load, and with it every later one on
-        that lane, waits for all uses of what the slot held: a ring slot for all computations of its former
-        unit, a staging slot for all uploads of its former unit. That those are known is owed to the order of
-        emission: loads advance one after the other, so the former unit's last upload is emitted before the
-        next unit's first read. Computations wait for all pieces, so a piece that failed stops them.
+        touch other bytes. No slot is reused early: every piece of a load waits for all uses of what the slot
+        held: a ring slot for all computations of its former unit, a staging slot for all uploads of its former
+        unit. That those are known is owed to the order of emission: loads advance one after the other, so the
+        former unit's last upload is emitted before the next unit's first read. Computations wait for all
+        pieces, so a piece that failed stops them.
         """
         if load.next_piece == 0:
             load.n_pieces = n_pieces  # a load that runs on into the next pass keeps its own count

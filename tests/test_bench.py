@@ -156,7 +156,7 @@ def test_memory_to_work_in_shrinks_before_weights_leave_memory():
     assert streamed.weights.disk_frac > 0
 
 
-def test_three_units_of_streamed_weights_are_held_where_there_is_room():
+def test_four_units_of_streamed_weights_are_held_where_there_is_room():
     def choice(cpu_bytes):
         policy, limits = default_policy(
             footprint(),
