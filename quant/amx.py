@@ -118,7 +118,7 @@ def multiply(
     panel_bytes = _FAR_PANEL_BYTES if are_far else _PANEL_BYTES
     panel_rows = min(panel_bytes // row_bytes, _MOST_PANEL_ROWS, -(-n_rows // n_threads))
     panel_rows = max(1, round(panel_rows / _PANEL_STEP)) * _PANEL_STEP
-    workspace_step = panel_rows * row_bytes + kernels_amx.SQUARE
+    workspace_step = panel_rows * row_bytes + 2 * kernels_amx.SQUARE
     tiles_nbytes = n_tiles * kernels_amx_simd.TILE
     work = workspace(tiles_nbytes + n_threads * workspace_step)
     tiles = work.data_ptr()

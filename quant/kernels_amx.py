@@ -23,18 +23,20 @@ from quant.kernels_amx_simd import (
     configuration,
     configure_tiles,
     copy32,
+    gate_gelu,
+    gate_silu,
     load_tile,
     multiply_tiles,
     release_tiles,
     store_tile,
-    turn_gelu,
-    turn_silu,
-    turn_sums,
+    turn_added,
+    turn_biased,
+    turn_tile,
     turn_tokens,
     zero_tile,
 )
 from quant.kernels_decode import ROWS, prefetch_row, scratch_nbytes, unpack_row
-from quant.kernels_simd import prefetch, prefetch_for_writing
+from quant.kernels_simd import float_at, prefetch, prefetch_for_writing
 
 CONFIGURATION = configuration()
 # What becomes of a product: it is written, added to what is there, or its first half of rows gates the second.
@@ -46,6 +48,10 @@ _ROWS_AHEAD = 8
 _MOST_LINES = 8  # fetched for each step: more than memory can deliver only get in the way
 _MOST_AHEAD = 1 << 19  # bytes of a panel of which the next one fits into the second-level cache besides
 SQUARE = 4 * TILE  # bytes of the sums of two tiles of rows and two of tokens
+_PARTS = (2, 2, 17, 17)  # that the sums of 16 tokens are written in, by mode: see `_write_part`
+_FIRST_PART = (
+    4  # step of a square at which the one before it begins to be written: its last sums need that long
+)
 
 
 @cached_kernel(parallel=True, nogil=True)
@@ -125,21 +131,35 @@ def _multiply_square(
     x: int,
     x_next: int,
     n_steps: int,
-    y: int,
-    y_stride: int,
+    target: int,
     w_ahead: int,
     w_twin: int,
     n_w: int,
     x_ahead: int,
     n_x: int,
+    n_parts: int,
+    late: int,
+    late_row: int,
+    late_token: int,
+    bias: int,
+    up_bias: int,
+    n_rows: int,
+    y: int,
+    y_stride: int,
+    n_tokens: int,
+    mode: int,
 ) -> None:
     """Registers 0 to 3 += two tiles of rows times two tiles of tokens, along n_steps tiles of columns.
 
     w_stride, w_next, x_next: bytes from a row, a tile of rows and a tile of tokens to the next. Meanwhile memory that
-    is needed next is fetched: y, where the result goes, 32 rows of one line each; for each step lines of n_w rows
+    is needed next is fetched: target, where the result goes, 32 rows of one line each; for each step lines of n_w rows
     from w_ahead on, and as many w_twin bytes after them unless that is 0; n_x lines for each step, n_steps lines
-    apart, from x_ahead on.
+    apart, from x_ahead on. And the square before, whose sums are at late, is written between the steps, in n_parts
+    for each 16 tokens: tiles and vectors compute at the same time.
     """
+    part, parts_left = 0, 2 * n_parts
+    apart = max(1, (n_steps - _FIRST_PART) // max(1, parts_left))
+    next_part = _FIRST_PART
     for step in range(n_steps):
         load_tile(4, w, w_stride)
         load_tile(6, x, 64)
@@ -150,7 +170,7 @@ def _multiply_square(
         multiply_tiles(2, 4, 7)
         multiply_tiles(3, 5, 7)
         if step < 32:
-            prefetch_for_writing(y + step * y_stride)
+            prefetch_for_writing(target + step * y_stride)
         for i in range(n_w):
             prefetch(w_ahead + i * w_stride)
         if w_twin:
@@ -158,6 +178,14 @@ def _multiply_square(
                 prefetch(w_ahead + w_twin + i * w_stride)
         for i in range(n_x):
             prefetch(x_ahead + i * n_steps * 64)
+        # What is left when the steps end is written at the last of them.
+        while parts_left and (step == next_part or step == n_steps - 1):
+            _write_part(part, late, bias, up_bias, late_row, n_rows, y, y_stride, late_token, n_tokens, mode)
+            part += 1
+            parts_left -= 1
+            next_part = step + apart
+            if part == n_parts:
+                part, late, late_token = 0, late + _PAIR, late_token + 16
         w += 64
         x += TILE
         w_ahead += 64
@@ -211,6 +239,8 @@ def _multiply_panel(
     n_pairs = (n_rows + width - 1) // width
     x_next = n_steps * TILE
     n_x = (32 + n_pairs - 1) // n_pairs if are_far else 0
+    n_parts = _PARTS[mode]
+    late, late_row, late_token = 0, 0, 0
     for block in range(0, n_blocks - 1, 2):
         tokens = x + block * x_next
         for pair in range(n_pairs):
@@ -224,18 +254,33 @@ def _multiply_panel(
                 x_next,
                 n_steps,
                 y + 16 * block * y_stride + 2 * row,
-                y_stride,
                 w_ahead,
                 w_twin,
                 n_ahead,
                 tokens + 2 * x_next + n_x * pair * n_steps * 64,
                 n_x,
+                n_parts if late else 0,
+                late,
+                late_row,
+                late_token,
+                bias,
+                up_bias,
+                n_rows,
+                y,
+                y_stride,
+                n_tokens,
+                mode,
             )
             w_ahead += n_ahead * w_stride
-            _store_sums(sums)
-            for i in range(2):
-                token = 16 * (block + i)
-                _write(sums + i * _PAIR, bias, up_bias, row, n_rows, y, y_stride, token, n_tokens, mode)
+            late = sums + SQUARE if late == sums else sums
+            late_row, late_token = row, 16 * block
+            _store_sums(late)
+    if late:
+        for part in range(2 * n_parts):
+            at, token = late + part // n_parts * _PAIR, late_token + part // n_parts * 16
+            _write_part(
+                part % n_parts, at, bias, up_bias, late_row, n_rows, y, y_stride, token, n_tokens, mode
+            )
     if n_blocks % 2:
         token = 16 * (n_blocks - 1)
         for pair in range(0, n_pairs, 2):
@@ -245,7 +290,9 @@ def _multiply_panel(
             _store_sums(sums)
             for i in range(min(2, n_pairs - pair)):
                 row = width * (pair + i)
-                _write(sums + i * _PAIR, bias, up_bias, row, n_rows, y, y_stride, token, n_tokens, mode)
+                for part in range(n_parts):
+                    at = sums + i * _PAIR
+                    _write_part(part, at, bias, up_bias, row, n_rows, y, y_stride, token, n_tokens, mode)
 
 
 @njit
@@ -265,7 +312,8 @@ def _store_sums(sums: int) -> None:
 
 
 @njit
-def _write(
+def _write_part(
+    part: int,
     sums: int,
     bias: int,
     up_bias: int,
@@ -277,19 +325,39 @@ def _write(
     n_tokens: int,
     mode: int,
 ) -> None:
-    """Sums of two tiles of rows and 16 tokens -> y."""
+    """One of the parts, in order, that the sums of two tiles of rows and 16 tokens are written to y in.
+
+    Those are the two tiles; or 16 rows that gates are made of, then the tile of those.
+    """
+    if mode >= SILU and part < 16:
+        _gate(sums + 64 * part, part, bias, up_bias, row, n_rows, mode)
+        return
+    if mode < SILU:
+        sums += part * TILE
+        row += part * 16
+        if row >= n_rows:
+            return
     target = y + token * y_stride + 2 * row
-    if bias:
-        bias += 4 * row
-        up_bias += 4 * row
-    n_rows -= row
-    n_tokens -= token
-    if mode == SILU:
-        turn_silu(sums, sums + TILE, bias, up_bias, n_rows, target, y_stride, n_tokens)
-    elif mode == GELU_TANH:
-        turn_gelu(sums, sums + TILE, bias, up_bias, n_rows, target, y_stride, n_tokens)
+    at = bias + 4 * row if bias else 0
+    if mode == WRITE:
+        turn_biased(sums, at, n_rows - row, target, y_stride, n_tokens - token)
+    elif mode == ADD:
+        turn_added(sums, at, n_rows - row, target, y_stride, n_tokens - token)
     else:
-        turn_sums(sums, sums + TILE, bias, n_rows, target, y_stride, n_tokens, mode == ADD)
+        turn_tile(sums, n_rows - row, target, y_stride, n_tokens - token)
+
+
+@njit
+def _gate(at: int, i: int, bias: int, up_bias: int, row: int, n_rows: int, mode: int) -> None:
+    """Row i of a tile of gates and, a tile on, of ups: what they become takes the gates' place."""
+    gate_bias, ups_bias = np.float32(0), np.float32(0)
+    if bias:
+        of_row = 4 * min(row + i, n_rows - 1)
+        gate_bias, ups_bias = float_at(bias + of_row), float_at(up_bias + of_row)
+    if mode == SILU:
+        gate_silu(at, at + TILE, gate_bias, ups_bias)
+    else:
+        gate_gelu(at, at + TILE, gate_bias, ups_bias)
 
 
 @cached_kernel(parallel=True, nogil=True)
@@ -318,7 +386,7 @@ def multiply(
     Rows of y are y_stride bytes apart; where the first half of the rows gates the second, y has n_rows / 2 columns.
     layout: of a packed matrix; empty for bf16 rows stride bytes apart, whose tiles are loaded from where they lie if
     is_direct. bias: fp32 (n_rows,) or 0. panel_rows: a multiple of 64. are_far: whether tokens are too many to stay in
-    the second-level cache. workspace: for each thread, workspace_step bytes on, a square of sums and a panel's rows.
+    the second-level cache. workspace: for each thread, workspace_step bytes on, two squares of sums and a panel's rows.
     """
     n_steps = (n_cols + 31) // 32
     up_rows = n_rows // 2 if mode >= SILU else 0
@@ -336,7 +404,7 @@ def multiply(
         configure_tiles(configuration.ctypes.data)
         scratch = np.empty(scratch_nbytes(layout) if layout.size else 0, np.uint8)
         sums = workspace + thread * workspace_step
-        panel = sums + SQUARE
+        panel = sums + 2 * SQUARE
         first = thread * n_units // n_threads * width
         last = min((thread + 1) * n_units // n_threads * width, n_results)
         for row in range(first, last, step):

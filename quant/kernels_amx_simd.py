@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from quant.kernels_simd import declare, load_vector, splat, store_vector
-from quant.kernels_simd16 import clamp, exp_lanes, float32x16, number, reciprocal_lanes
+from quant.kernels_simd16 import call_lanes, clamp, float32x16, narrow_lanes, number, reciprocal_lanes
 
 TILE = 1024  # bytes: 16 rows of 64
 
@@ -27,13 +28,9 @@ _void = ir.VoidType()
 _words = ir.VectorType(_i32, 16)
 _floats = ir.VectorType(ir.FloatType(), 16)
 _shorts = ir.VectorType(_i16, 32)
-
-
-class _BFloats(ir.Type):  # type: ignore[misc]
-    """32 of LLVM's bfloat, which llvmlite does not know; values of it are only cast to integers here."""
-
-    def _to_string(self) -> str:
-        return "<32 x bfloat>"
+_half_shorts = ir.VectorType(_i16, 16)
+_places = ir.VectorType(_i32, 32)  # where the numbers of a shuffle of shorts come from
+_HALVES = [ir.Constant(_words, list(range(k, k + 16))) for k in (0, 16)]  # of 32 numbers
 
 
 def configuration() -> Any:
@@ -214,17 +211,10 @@ def _sums_with_bias(builder: Any, tile: Any, bias: Any, n_rows: Any) -> list[Any
 
     bias: address of fp32 numbers, n_rows of which may be read, or 0.
     """
-    rows = [load_vector(builder, builder.add(tile, ir.Constant(_i64, 64 * i)), _words) for i in range(16)]
+    rows = [builder.bitcast(row, _words) for row in _rows_of(builder, tile)]
     none = builder.icmp_signed("==", bias, ir.Constant(_i64, 0))
     biases = _load_first(builder, bias, builder.select(none, ir.Constant(_i64, 0), n_rows), _floats, "v16f32")
     return [builder.fadd(builder.bitcast(row, _floats), biases) for row in _turn(builder, rows)]
-
-
-def _narrow(builder: Any, low: Any, high: Any) -> Any:
-    """Two vectors of 16 fp32 -> 32 bf16 as integers, those of low first."""
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    narrow = declare(builder, name, _BFloats(), [_floats, _floats])
-    return builder.bitcast(builder.call(narrow, [high, low]), _shorts)
 
 
 def _store_first(builder: Any, value: Any, address: Any, mask: Any) -> None:
@@ -236,47 +226,32 @@ def _store_first(builder: Any, value: Any, address: Any, mask: Any) -> None:
 
 
 @intrinsic
-def turn_sums(
-    typingctx: Any,
-    first: Any,
-    second: Any,
-    bias: Any,
-    n_rows: Any,
-    out: Any,
-    stride: Any,
-    n_tokens: Any,
-    adds: Any,
+def turn_added(
+    typingctx: Any, tile: Any, bias: Any, n_rows: Any, out: Any, stride: Any, n_tokens: Any
 ) -> Any:
-    """Sums of two tiles, 16 weight rows by 16 tokens each -> 32 bf16 numbers of every token, stride bytes apart.
-
-    bias: address of the rows' fp32 biases, or 0. Only the first n_rows numbers of the first n_tokens are written.
-    adds: whether what is there is added to them.
-    """
+    """As `turn_biased`, and what is there is added before anything is rounded."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, second, bias, n_rows, out, stride, n_tokens, adds = args
-        none = ir.Constant(_i64, 0)
-        low = _sums_with_bias(builder, first, bias, n_rows)
-        half = ir.Constant(_i64, 64)
-        second_bias = builder.select(builder.icmp_signed("==", bias, none), bias, builder.add(bias, half))
-        high = _sums_with_bias(builder, second, second_bias, builder.sub(n_rows, ir.Constant(_i64, 16)))
-        mask = _lanes_below(builder, n_rows, 32)
-        to_add = builder.select(adds, n_rows, none)
-        halves = (ir.Constant(ir.VectorType(_i32, 16), list(range(k, k + 16))) for k in (0, 16))
-        low_lanes, high_lanes = halves
-        for i in range(16):
-            at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i)))
-            with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i), n_tokens)):
-                there = _load_first(builder, at, to_add, _shorts, "v32i16")
-                totals = []
-                for sums, lanes in ((low[i], low_lanes), (high[i], high_lanes)):
-                    part = builder.zext(builder.shuffle_vector(there, there, lanes), _words)
-                    part = builder.shl(part, ir.Constant(_words, [16] * 16))
-                    totals.append(builder.fadd(sums, builder.bitcast(part, _floats)))
-                _store_first(builder, _narrow(builder, *totals), at, mask)
+        tile, bias, n_rows, out, stride, n_tokens = args
+        sums = _sums_with_bias(builder, tile, bias, n_rows)
+        mask = _lanes_below(builder, n_rows, 16)
+        for i in range(0, 16, 2):
+            places, totals = [], []
+            for token in (i, i + 1):
+                at = builder.add(out, builder.mul(stride, ir.Constant(_i64, token)))
+                is_one = builder.icmp_signed("<", ir.Constant(_i64, token), n_tokens)
+                count = builder.select(is_one, n_rows, ir.Constant(_i64, 0))
+                there = builder.zext(_load_first(builder, at, count, _half_shorts, "v16i16"), _words)
+                there = builder.bitcast(builder.shl(there, ir.Constant(_words, [16] * 16)), _floats)
+                totals.append(builder.fadd(sums[token], there))
+                places.append((at, is_one))
+            both = narrow_lanes(builder, *totals)
+            for half, (at, is_one) in zip(_HALVES, places, strict=True):
+                with builder.if_then(is_one):
+                    _store_first(builder, builder.shuffle_vector(both, both, half), at, mask)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, types.boolean), codegen
+    return types.void(*[types.int64] * 6), codegen
 
 
 @intrinsic
@@ -301,66 +276,135 @@ def turn_divided(
         for i, (low, high) in enumerate(zip(*turned, strict=True)):
             with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i), n_lanes)):
                 at = builder.add(_address_at(builder, addresses, i), offset)
-                store_vector(builder, _narrow(builder, low, high), at)
+                store_vector(builder, narrow_lanes(builder, low, high), at)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
 
 
+_LOG2_E = 1.4426950408889634
+_TO_INTEGER = 1.5 * 2**23  # added to a small fp32, leaves the nearest integer in its lowest bits
+
+
 def _gated(builder: Any, gate: Any, up: Any, is_gelu: bool) -> Any:
-    """activation(gate) * up: SiLU, or tanh-GELU; both are gate / (1 + e^-z). As `kernels_pointwise.gate_rows`."""
+    """activation(gate) * up: SiLU, or tanh-GELU; both are gate / (1 + e^-z). As `kernels_pointwise.gate_rows`.
+
+    e^-z is within 3e-6 of itself, which bf16 does not see: a least squares fit of 2^r on -1/2..1/2, moved by the
+    exponent.
+    """
     z = gate
     if is_gelu:
         cubic = builder.fmul(builder.fmul(gate, gate), builder.fmul(gate, number(0.044715)))
         z = builder.fmul(builder.fadd(gate, cubic), number(1.5957691216057308))
     z = clamp(builder, z, -87.0, 87.0)
-    factor = builder.fadd(exp_lanes(builder, builder.fsub(number(0.0), z)), number(1.0))
-    # Far below zero the quotient is zero, for the largest numbers too; infinity less itself is NaN.
-    wrong = builder.fsub(gate, gate)
-    quotient = builder.fmul(clamp(builder, gate, -1e4), reciprocal_lanes(builder, factor))
-    return builder.fmul(builder.fadd(quotient, wrong), up)
+    shifted = call_lanes(builder, "fma", z, number(-_LOG2_E), number(_TO_INTEGER))
+    n = builder.fsub(shifted, number(_TO_INTEGER))
+    r = call_lanes(builder, "fma", z, number(-_LOG2_E), builder.fneg(n))
+    p = number(9.5605102064e-03)
+    for factor in (5.5917039175e-02, 2.4024981110e-01, 6.9312196770e-01, 9.9999919086e-01):
+        p = call_lanes(builder, "fma", p, r, number(factor))
+    exponent = builder.shl(builder.bitcast(shifted, _words), ir.Constant(_words, [23] * 16))
+    power = builder.bitcast(builder.add(builder.bitcast(p, _words), exponent), _floats)
+    # Far below zero the quotient is zero, for the largest numbers too; NaN stays what it is.
+    low = builder.fcmp_ordered("<", gate, number(-1e4))
+    gate = builder.select(low, number(-1e4), gate)
+    quotient = builder.fmul(gate, reciprocal_lanes(builder, builder.fadd(power, number(1.0))))
+    return builder.fmul(quotient, up)
 
 
-def _turner_of_gates(is_gelu: bool) -> Any:
+def _gater(is_gelu: bool) -> Any:
     @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
-    def turn(
-        typingctx: Any,
-        gates: Any,
-        ups: Any,
-        bias: Any,
-        up_bias: Any,
-        n_rows: Any,
-        out: Any,
-        stride: Any,
-        n_tokens: Any,
-    ) -> Any:
+    def gate(typingctx: Any, gates: Any, ups: Any, bias: Any, up_bias: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            gates, ups, bias, up_bias, n_rows, out, stride, n_tokens = args
-            pairs = zip(
-                _sums_with_bias(builder, gates, bias, n_rows),
-                _sums_with_bias(builder, ups, up_bias, n_rows),
-                strict=True,
+            gate, up = (
+                builder.fadd(load_vector(builder, at, _floats), splat(builder, add, _floats))
+                for at, add in zip(args[:2], args[2:], strict=True)
             )
-            results = [_gated(builder, gate, up, is_gelu) for gate, up in pairs]
-            mask = _lanes_below(builder, n_rows, 16)
-            for i in range(0, 16, 2):
-                two = _narrow(builder, results[i], results[i + 1])
-                for k in range(2):
-                    lanes = ir.Constant(ir.VectorType(_i32, 16), list(range(16 * k, 16 * k + 16)))
-                    at = builder.add(out, builder.mul(stride, ir.Constant(_i64, i + k)))
-                    with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, i + k), n_tokens)):
-                        _store_first(builder, builder.shuffle_vector(two, two, lanes), at, mask)
+            store_vector(builder, _gated(builder, gate, up, is_gelu), args[0])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), codegen
+        return types.void(types.int64, types.int64, types.float32, types.float32), codegen
 
-    return turn
+    return gate
 
 
-# Sums of a tile of gates and a tile of ups -> activation(gate) * up, 16 bf16 numbers of every token. bias, up_bias:
-# addresses of the rows' fp32 biases, or 0 both. Otherwise as `turn_sums`.
-turn_silu = _turner_of_gates(is_gelu=False)
-turn_gelu = _turner_of_gates(is_gelu=True)
+# 16 gates and ups, fp32 sums at two addresses, a bias added to either -> activation(gate) * up where the gates were.
+gate_silu = _gater(is_gelu=False)
+gate_gelu = _gater(is_gelu=True)
+
+
+@intrinsic
+def turn_tile(typingctx: Any, tile: Any, n_rows: Any, out: Any, stride: Any, n_tokens: Any) -> Any:
+    """A tile of fp32, 16 rows by 16 tokens -> 16 bf16 numbers of every token, stride bytes apart.
+
+    Only the first n_rows numbers of the first n_tokens are written.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store_narrowed(builder, _rows_of(builder, args[0]), *args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def turn_biased(
+    typingctx: Any, tile: Any, bias: Any, n_rows: Any, out: Any, stride: Any, n_tokens: Any
+) -> Any:
+    """As `turn_tile`, the rows' biases added: n_rows fp32 at address bias, or none if that is 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pairs = zip(_rows_of(builder, args[0]), _biases(builder, args[1], args[2]), strict=True)
+        _store_narrowed(builder, [builder.fadd(row, bias) for row, bias in pairs], *args[2:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _rows_of(builder: Any, tile: Any) -> list[Any]:
+    return [load_vector(builder, builder.add(tile, ir.Constant(_i64, 64 * i)), _floats) for i in range(16)]
+
+
+def _store_narrowed(builder: Any, rows: list[Any], n_rows: Any, out: Any, stride: Any, n_tokens: Any) -> None:
+    mask = _lanes_below(builder, n_rows, 16)
+    for i, both in enumerate(_turn_narrowed(builder, rows)):
+        for token, half in zip((i, i + 8), _HALVES, strict=True):
+            at = builder.add(out, builder.mul(stride, ir.Constant(_i64, token)))
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(_i64, token), n_tokens)):
+                _store_first(builder, builder.shuffle_vector(both, both, half), at, mask)
+
+
+def _biases(builder: Any, bias: Any, n_rows: Any) -> list[Any]:
+    """For each of 16 rows its bias in all lanes."""
+    zero = cgutils.alloca_once_value(builder, ir.Constant(ir.FloatType(), 0.0))
+    none = builder.icmp_signed("==", bias, ir.Constant(_i64, 0))
+    first = builder.select(none, builder.ptrtoint(zero, _i64), bias)
+    last = builder.select(none, ir.Constant(_i64, 0), builder.sub(n_rows, ir.Constant(_i64, 1)))
+    biases = []
+    for i in range(16):
+        row = ir.Constant(_i64, i)
+        row = builder.select(builder.icmp_signed("<", row, last), row, last)
+        at = builder.add(first, builder.mul(row, ir.Constant(_i64, 4)))
+        biases.append(splat(builder, load_vector(builder, at, ir.FloatType()), _floats))
+    return biases
+
+
+def _turn_narrowed(builder: Any, rows: list[Any]) -> list[Any]:
+    """16 rows of fp32 of 16 tokens -> for each i below 8 the rows' bf16 of token i, then those of token i + 8.
+
+    Rows i and i + 8 are narrowed into one register, whose four lanes are eight tokens of a row each. A round puts the
+    numbers of registers i and i + 4 alternately into registers 2 i and 2 i + 1, which turns the six bits of (register,
+    place in the lane) round by one; so three rounds exchange them. Then the lanes are put in order.
+    """
+    lanes = [narrow_lanes(builder, rows[i], rows[i + 8]) for i in range(8)]
+    rounds = [
+        ir.Constant(_places, [8 * lane + k + of for lane in range(4) for k in half for of in (0, 32)])
+        for half in (range(4), range(4, 8))
+    ]
+    for _ in range(3):
+        lanes = [builder.shuffle_vector(lanes[i // 2], lanes[i // 2 + 4], rounds[i % 2]) for i in range(8)]
+    order = ir.Constant(_places, [8 * lane + k for lane in (0, 2, 1, 3) for k in range(8)])
+    return [builder.shuffle_vector(both, both, order) for both in lanes]
 
 
 @intrinsic
@@ -369,7 +413,6 @@ def turn_pairs(typingctx: Any, source: Any, stride: Any, n_rows: Any, tile: Any)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, stride, n_rows, tile = args
-        halves = ir.VectorType(_i16, 16)
         pairs = []
         for i in range(16):
             words = []
@@ -377,7 +420,7 @@ def turn_pairs(typingctx: Any, source: Any, stride: Any, n_rows: Any, tile: Any)
                 at = builder.add(source, builder.mul(stride, ir.Constant(_i64, row)))
                 there = builder.icmp_signed("<", ir.Constant(_i64, row), n_rows)
                 count = builder.select(there, ir.Constant(_i64, 16), ir.Constant(_i64, 0))
-                words.append(builder.zext(_load_first(builder, at, count, halves, "v16i16"), _words))
+                words.append(builder.zext(_load_first(builder, at, count, _half_shorts, "v16i16"), _words))
             pairs.append(builder.or_(words[0], builder.shl(words[1], ir.Constant(_words, [16] * 16))))
         _store_turned(builder, pairs, tile)
         return context.get_dummy_value()
@@ -390,7 +433,7 @@ def store_pairs16(typingctx: Any, address: Any, even: Any, odd: Any) -> Any:
     """Two vectors of 16 fp32 -> 16 pairs of bf16, one of each, to address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        both = _narrow(builder, args[1], args[2])
+        both = narrow_lanes(builder, args[1], args[2])
         lanes = [lane for i in range(16) for lane in (i, 16 + i)]
         pairs = builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(_i32, 32), lanes))
         store_vector(builder, pairs, args[0])

@@ -21,7 +21,7 @@ from quant.kernels_amx_simd import (
     pair_rows,
     release_tiles,
     store_tile,
-    turn_sums,
+    turn_tile,
     turn_tokens,
     zero_tile,
 )
@@ -148,7 +148,8 @@ def _add_values(
     for block in range(n_blocks):
         t = first + block * BLOCK
         at = scores + t * _ROW
-        turn_sums(at, at + 16 * _ROW, 0, 32, probabilities + block * TILE, 64, 16, False)
+        for half in range(2):
+            turn_tile(at + half * 16 * _ROW, 16, probabilities + block * TILE + 32 * half, 64, 16)
         for i in range(16):
             # Rows outside t0..t1 may hold anything; not even zero times that would be zero.
             row = t + 2 * i

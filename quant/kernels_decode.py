@@ -31,12 +31,13 @@ from quant.kernels_simd import (
     split_nibbles32,
     split_pairs16,
 )
+from quant.kernels_simd16 import can_look_up_nibbles, look_up_nibbles
 
 # Slots of a layout, the int64 array that describes a packed matrix to the kernels. Offsets are in bytes,
 # -1 for a part that the format does not have.
-KIND, ROWS, COLS, GROUP, N_GROUPS, N_CODES, PAIRED, MIDDLE, PARAMS_F32, BELOW_16 = range(10)
-CODES8, CODES4, CODES2, CODES1, SCALES, MINS, ZEROS, EXPONENTS = range(10, 18)
-N_SLOTS = 18
+KIND, ROWS, COLS, GROUP, N_GROUPS, N_CODES, PAIRED, MIDDLE, PARAMS_F32, BELOW_16, NIBBLES = range(11)
+CODES8, CODES4, CODES2, CODES1, SCALES, MINS, ZEROS, EXPONENTS = range(11, 19)
+N_SLOTS = 19
 AFFINE, Q4_K, Q5_K, Q6_K = range(4)
 _SPARE = 64  # bytes: 16 values of a row's unfinished vector
 
@@ -59,6 +60,7 @@ def layout_of(fmt: WeightFormat, shape: tuple[int, int]) -> Any:
     layout = np.full(N_SLOTS, -1, np.int64)
     rows, cols = shape
     layout[ROWS], layout[COLS], layout[PAIRED], layout[MIDDLE], layout[PARAMS_F32] = rows, cols, 0, 0, 0
+    layout[NIBBLES] = 0
     layout[BELOW_16] = fmt.base == "q4_k" if fmt.kind == "block" else fmt.top_code < 16
     if fmt.kind == "block":
         layout[KIND] = _KINDS[fmt.base]
@@ -71,6 +73,8 @@ def layout_of(fmt: WeightFormat, shape: tuple[int, int]) -> Any:
     layout[N_CODES] = fmt.padded_cols(cols) // (2 if fmt.bits == 3.5 else 1)
     layout[MIDDLE] = fmt.middle_code if fmt.zero == "sym" else 0
     layout[PARAMS_F32] = fmt.param_dtype == "float32"
+    # Bytes hold a code of each half of the row; so halves of whole groups can be unpacked straight from them.
+    layout[NIBBLES] = fmt.planes == (4,) and cols % (2 * fmt.group) == 0
     for part in fmt.parts(shape):
         if part.name in _PART_SLOTS:
             layout[_PART_SLOTS[part.name]] = part.offset_bytes
@@ -285,12 +289,61 @@ def unpack_row(layout: Any, data: int, row: int, scratch: int, out: int, step: i
     z = s + 4 * _groups_up(layout)
     m = z + 4 * _groups_up(layout)
     if layout[KIND] == AFFINE:
+        if can_look_up_nibbles(tag) and layout[NIBBLES] != 0 and _is_normal(layout, data, row):
+            _nibble_row(layout, data, row, s, z, m, out, step)
+            return
         _affine_params(layout, data, row, s, z, m)
         codes = _affine_codes(layout, data, row, scratch)
     else:
         _block_row(layout, data, row, scratch, s, z, m)
         codes = scratch
     _expand_row(layout, codes, s, z, m, out, step, tag)
+
+
+@njit
+def _is_normal(layout: Any, data: int, row: int) -> Any:
+    """Whether no value of an affine row is subnormal: fp16 numbers are multiples of 2^-24, and so are their sums."""
+    return layout[PARAMS_F32] == 0 and np.int8(byte_at(data + layout[EXPONENTS] + row)) >= -100
+
+
+@njit
+def _nibble_row(layout: Any, data: int, row: int, s: int, z: int, m: int, out: int, step: int) -> None:
+    """A row whose bytes hold a code of either half, as bf16.
+
+    Its parameters are short numbers in fp32: scale * code and scale * zero are exact, so that scale * code + (min -
+    scale * zero), rounded once, is what the format says.
+    """
+    _affine_params(layout, data, row, s, z, m)
+    n = layout[N_GROUPS]
+    if layout[MINS] < 0:
+        for g in range(n):
+            put_float(m + 4 * g, -float_at(s + 4 * g) * float_at(z + 4 * g))
+    nibbles = data + layout[CODES4] + row * (layout[COLS] // 2)
+    if layout[GROUP] == 32:
+        _look_up_halves(nibbles, s, m, out, step, n // 2, 1)
+    elif layout[GROUP] == 64:
+        _look_up_halves(nibbles, s, m, out, step, n // 2, 2)
+    else:
+        _look_up_halves(nibbles, s, m, out, step, n // 2, 4)
+
+
+@njit
+def _look_up_halves(nibbles: int, s: int, m: int, out: int, step: int, n: int, chunks: int) -> None:
+    """n groups of chunks * 32 codes of either half; compiled for each number of chunks it is called with."""
+    far = n * chunks * step
+    for g in range(n):
+        at = g * chunks
+        look_up_nibbles(
+            nibbles + 32 * at,
+            chunks,
+            out + at * step,
+            out + at * step + far,
+            step,
+            float_at(s + 4 * g),
+            float_at(m + 4 * g),
+            float_at(s + 4 * (g + n)),
+            float_at(m + 4 * (g + n)),
+        )
 
 
 @njit

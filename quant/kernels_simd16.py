@@ -8,13 +8,24 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from quant.kernels_simd import declare, load_vector, splat, store_vector
+from quant.kernels_simd import compiled_features, declare, load_vector, splat, store_vector
 
 _i32 = ir.IntType(32)
+_i64 = ir.IntType(64)
 _words = ir.VectorType(_i32, 16)
 _floats = ir.VectorType(ir.FloatType(), 16)
+_bytes = ir.VectorType(ir.IntType(8), 32)
+_shorts = ir.VectorType(ir.IntType(16), 32)
+
+
+class _BFloats(ir.Type):  # type: ignore[misc]
+    """32 of LLVM's bfloat, which llvmlite does not know; values of it are only cast to integers here."""
+
+    def _to_string(self) -> str:
+        return "<32 x bfloat>"
 
 
 class _Float32x16(types.Type):  # type: ignore[misc]
@@ -132,11 +143,78 @@ def visible16(typingctx: Any, x: Any, key: Any, first: Any, last: Any, otherwise
     return float32x16(*[float32x16] * 5), codegen
 
 
+@intrinsic
+def can_look_up_nibbles(typingctx: Any, tag: Any) -> Any:
+    """Whether `look_up_nibbles` works for this tag on this processor. A constant."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(tag == types.uint16 and _has_words()))
+
+    return types.boolean(tag), codegen
+
+
+def _has_words() -> bool:
+    return {"avx512bw", "avx512bf16"} <= compiled_features()
+
+
+@intrinsic
+def look_up_nibbles(
+    typingctx: Any,
+    nibbles: Any,
+    n: Any,
+    low: Any,
+    high: Any,
+    step: Any,
+    low_s: Any,
+    low_m: Any,
+    high_s: Any,
+    high_m: Any,
+) -> Any:
+    """n times 32 bytes at address nibbles -> s * nibble + m, rounded once to fp32 and to bf16.
+
+    Low nibbles with low_s and low_m go to address low, the others with theirs to high. step: bytes from one 32 values
+    to the next. The 16 possible values of either are computed once, then looked up. Values must not be subnormal.
+    Does nothing where `can_look_up_nibbles` is false.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if not _has_words():
+            return context.get_dummy_value()
+        nibbles, n, low, high, step, *params = args
+        levels = number(*range(16))
+        of_low, of_high = (
+            call_lanes(builder, "fma", splat(builder, s, _floats), levels, splat(builder, m, _floats))
+            for s, m in (params[:2], params[2:])
+        )
+        # An index is five bits: the fifth of a high nibble, moved down, is 0, and that of a low one is set.
+        table = narrow_lanes(builder, of_high, of_low)
+        permute = declare(builder, "llvm.x86.avx512.permvar.hi.512", _shorts, [_shorts, _shorts])
+        with cgutils.for_range(builder, n) as loop:
+            at = builder.add(nibbles, builder.mul(loop.index, ir.Constant(_i64, 32)))
+            codes = builder.zext(load_vector(builder, at, _bytes), _shorts)
+            below = builder.or_(codes, ir.Constant(_shorts, [16] * 32))
+            above = builder.lshr(codes, ir.Constant(_shorts, [4] * 32))
+            offset = builder.mul(loop.index, step)
+            for index, target in ((below, low), (above, high)):
+                store_vector(builder, builder.call(permute, [table, index]), builder.add(target, offset))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, *[types.float32] * 4), codegen
+
+
 # -- for code that builds LLVM operations itself ----------------------------------------------------------------
 
 
-def number(value: float) -> Any:
-    return ir.Constant(_floats, [value] * 16)
+def number(*values: float) -> Any:
+    """16 fp32, or one for all lanes."""
+    return ir.Constant(_floats, [float(value) for value in values] * (16 // len(values)))
+
+
+def narrow_lanes(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors of 16 fp32 -> 32 bf16 as integers, those of low first; AVX512's conversion, subnormals become 0."""
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    narrow = declare(builder, name, _BFloats(), [_floats, _floats])
+    return builder.bitcast(builder.call(narrow, [high, low]), _shorts)
 
 
 def call_lanes(builder: Any, name: str, *args: Any) -> Any:

@@ -49,6 +49,17 @@ def test_unpacking_equals_plain_torch(name: str) -> None:
             assert torch.equal(found, expected.to(dtype)), (shape, dtype)
 
 
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g64-zp", "int4-g128-sym"])
+def test_subnormal_values_are_kept(name: str) -> None:
+    """Conversions by the processor make zeros of them."""
+    packed = random_packed(name, (28, 512), seed=4)
+    packed.part("exponents").copy_(torch.arange(-125, -97).view(packed.part("exponents").shape))
+    expected = dequantize_rows(packed).bfloat16()
+    tiny = (expected != 0) & (expected.abs() < 2**-126)
+    assert int(tiny.sum()) > 100
+    assert torch.equal(packed.dequantize(torch.bfloat16), expected)
+
+
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
 def test_block_formats_equal_gguf(name: str) -> None:
     packed = random_packed(name, (6, 1024), seed=3)

@@ -61,10 +61,11 @@ def test_scratch_of_any_size_gives_the_same(
 ) -> None:
     monkeypatch.setattr(quant.linear, "crossover_tokens", lambda *_: 0)
     packed = quantize(weight, "int4-g64")
-    x, bias = tokens(9), torch.randn(45)
+    x, bias = tokens(9), torch.randn(45, generator=torch.Generator().manual_seed(2))
     scratch = torch.full((scratch_elements,), float("nan"))
     found = linear(x, packed, bias, scratch=scratch)
-    torch.testing.assert_close(found, F.linear(x, packed.dequantize(), bias), rtol=1e-5, atol=1e-5)
+    # Sums of 200 products, in another order where the scratch is short.
+    torch.testing.assert_close(found, F.linear(x, packed.dequantize(), bias), rtol=1e-5, atol=1e-4)
     assert not bool(scratch[:200].isnan().any())  # it was used
 
 
