@@ -54,10 +54,12 @@ def default_limits(
     pass_tokens: int | None = None,
     admit_tokens: int = 0,
     weights_slots: int = 2,
+    packed_row_len: int | None = None,
 ) -> Limits:
     """Limits of a block: exact where lengths are known, else for MEAN_TOKENS on average.
 
-    admit_tokens: longest sequence to have memory for, where known lengths are an estimate.
+    admit_tokens: longest sequence to have memory for, where known lengths are an estimate. packed_row_len: as in
+    Limits.
     """
     if prompt_len is not None and gen_len is not None:
         longest = min(max_model_len, prompt_len + gen_len)
@@ -79,6 +81,7 @@ def default_limits(
         mean_pages=mean_pages,
         logit_rows=gpu_batch_size,
         weights_slots=weights_slots,
+        packed_row_len=packed_row_len,
     )
 
 
@@ -96,6 +99,7 @@ def default_policy(
     page_tokens: int = 64,
     pass_tokens: int | None = None,
     admit_tokens: int = 0,
+    packed_row_len: int | None = None,
 ) -> tuple[Policy, Limits]:
     """The largest block and the fastest homes that fit. ValueError with the least that would do if none fits."""
     sizes = [64, 48, 32, 24, 16, 12, 8, 4, 2, 1]
@@ -117,6 +121,7 @@ def default_policy(
                 pass_tokens=pass_tokens,
                 admit_tokens=admit_tokens,
                 weights_slots=weights_slots,
+                packed_row_len=packed_row_len,
             )
             for chunk_tokens, weights_slots in LEANER
         ]

@@ -32,6 +32,7 @@ from policy.hardware import Hardware
 from policy.tiers import Placement, Policy, ScheduleName
 from policy.workload import Workload
 from quant.formats import parse_format
+from quant.linear import packed_row_len
 
 if TYPE_CHECKING:
     from policy.search import SearchResult
@@ -150,6 +151,7 @@ class LLM:
                 schedule=policy.schedule,
             )
         compute = DTYPE_NAMES[compute_dtype]
+        row_len = packed_row_len(compute_dtype, self.device.torch_device.type)
         if workload is None and prompt_len is not None and gen_len is not None:
             workload = Workload(prompt_len=prompt_len, gen_len=gen_len, num_requests=num_requests)
         self.search: SearchResult | None = None
@@ -179,6 +181,7 @@ class LLM:
                 schedule=schedule,
                 max_model_len=None if exact else limit,
                 page_tokens=page_tokens,
+                packed_row_len=row_len,
             )
             if limits.max_tokens < limit:
                 if not exact:
@@ -200,6 +203,7 @@ class LLM:
                 num_requests=num_requests,
                 page_tokens=page_tokens,
                 pass_tokens=pass_tokens,
+                packed_row_len=row_len,
             )
         self.policy = replace(chosen, weight_format=weight_format)
         source = self._stored_source(opened, weight_format, folder, dummy=dummy_weights)

@@ -40,16 +40,17 @@ def plan_run(
     schedule: ScheduleName | None = None,
     max_model_len: int | None = None,
     page_tokens: int = 64,
+    packed_row_len: int | None = None,
 ) -> tuple[Policy, Limits, SearchResult]:
     """Search for the best policy of a run, and the limits it is planned for.
 
     footprint: as the weights are laid out, in one format. schedule: None takes the faster one. max_model_len:
     longest sequence to be admitted, where the workload is only an estimate; limits.max_tokens is less only where
-    no block has memory for one of that length. The built-in choice is taken where it is predicted to be faster,
-    or where it alone fits. Raises ValueError if nothing fits, with what would do.
+    no block has memory for one of that length. packed_row_len: as in Limits. The built-in choice is taken where it
+    is predicted to be faster, or where it alone fits. Raises ValueError if nothing fits, with what would do.
     """
     gpu_bytes = float(budgets.gpu_bytes) if first_tier is Tier.GPU else 0.0
-    machine = for_run(hardware, compute_dtype, gpu_bytes)
+    machine = replace(for_run(hardware, compute_dtype, gpu_bytes), packed_row_len=packed_row_len)
     found, longest = search_admitting(
         footprint,
         machine,
@@ -203,6 +204,7 @@ def _built_in(
             num_requests=workload.num_requests,
             page_tokens=page_tokens,
             admit_tokens=admit_tokens,
+            packed_row_len=hardware.packed_row_len,
         )
     except ValueError:
         return None

@@ -30,12 +30,13 @@ from offload.spill import SpillFolder
 from offload.trace import Trace
 from offload.units import AttentionUnit, Model
 from offload.weights import WeightSource, WeightStore
-from policy.footprint import KvShape, ModelFootprint, UnitFootprint, UnitKind
+from policy.footprint import MIXED_FORMAT, KvShape, ModelFootprint, UnitFootprint, UnitKind
 from policy.memory_plan import ROW_CHUNK, MemoryPlan, cpu_attention_flags, memory_plan
 from policy.schedule import Depths
 from policy.tiers import Policy, Tier
 from policy.workload import Limits
 from quant.kv_formats import parse_cache_format
+from quant.linear import packed_row_len
 
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -49,7 +50,7 @@ def layout_footprint(model: Model, source: WeightSource, name: str) -> ModelFoot
     That is the format of all linear tensors, or "mixed" where a checkpoint has several.
     """
     stored = {s.format.name for unit in model.units for s in source.layout(unit).slots if s.is_linear}
-    weight_format = stored.pop() if len(stored) == 1 else "mixed"
+    weight_format = stored.pop() if len(stored) == 1 else MIXED_FORMAT
     tied = {
         part.source
         for unit in model.units
@@ -153,6 +154,8 @@ class Runtime:
         depths = depths or limits.depths
         compute = DTYPE_NAMES[compute_dtype]
         self.footprint = layout_footprint(model, source, name)
+        # This machine may be another than the one that the limits were planned for.
+        limits = replace(limits, packed_row_len=packed_row_len(compute_dtype, device.torch_device.type))
         self.limits = limits
         self.plan: MemoryPlan = memory_plan(
             self.footprint,

@@ -37,7 +37,7 @@ from quant import pointwise
 from quant.formats import parse_format
 from quant.kv import decode_pages, encode_pages
 from quant.kv_formats import parse_cache_format
-from quant.linear import add_linear, crossover_tokens, gated_linear, linear
+from quant.linear import add_linear, crossover_tokens, gated_linear, linear, packed_row_len
 from quant.linear import unpack as unpack_weight
 
 GEMM_SHAPE = (5632, 2048)
@@ -96,6 +96,7 @@ def measure_hardware(
         elementwise_bytes_per_s=_elementwise(device, compute_dtype),
         overhead_seconds=overheads,
         sharing=sharing,
+        packed_row_len=packed_row_len(compute_dtype, device.torch_device.type),
         cpu_gemm_flops_per_s=0.0 if not device.is_accelerator else _cpu_gemm(),
     )
 

@@ -27,7 +27,7 @@ from offload.memory import Arena
 from offload.units import TensorSpec, Unit, Weights
 from policy.tiers import Tier
 from quant.formats import WeightFormat, parse_format
-from quant.linear import crossover_tokens, unpack
+from quant.linear import crossover_tokens, packed_row_len, unpack
 from quant.packed import PackedTensor, StackedTensor
 
 TENSOR_ALIGN_BYTES = 64
@@ -384,7 +384,15 @@ class WeightStore:
 
     def _scratch_elements(self, index: int) -> int:
         layout = self.layouts[index]
-        return sum(s.shape[0] * s.shape[1] for s in layout.slots if s.is_linear and self._must_unpack(s))
+        return sum(
+            s.shape[0] * s.shape[1]
+            for s in layout.slots
+            if s.is_linear and self._must_unpack(s) and not self._is_never_unpacked(s)
+        )
+
+    def _is_never_unpacked(self, slot: TensorSlot) -> bool:
+        least = packed_row_len(self.compute_dtype, self.device.torch_device.type)
+        return not slot.format.is_plain and least is not None and slot.shape[1] >= least
 
     def _foreign_tensors(self, layout: UnitLayout) -> dict[str, tuple[TensorSlot, ...]]:
         """The linear tensors of which some rows are not of the compute type."""
@@ -518,7 +526,7 @@ class WeightStore:
 
     def _worth_unpacking(self, part: TensorSlot, pass_tokens: int) -> bool:
         # An accelerator has no kernel for few tokens: it would unpack anew for every gpu batch, beyond the plan.
-        return (
+        return not self._is_never_unpacked(part) and (
             part.format.is_plain
             or self.device.is_accelerator
             or pass_tokens > crossover_tokens(part.format, self.compute_dtype, part.shape[1])

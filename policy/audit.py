@@ -208,7 +208,14 @@ def for_run(hardware: Hardware, compute_dtype: str, gpu_mem_bytes: float) -> Har
     """The machine's description for a run that computes in another type, or with another gpu tier."""
     gemm = dict(hardware.gemm)
     gemm.setdefault(compute_dtype, gemm[hardware.compute_dtype])
-    return replace(hardware, compute_dtype=compute_dtype, gemm=gemm, gpu_mem_bytes=gpu_mem_bytes)
+    same = compute_dtype == hardware.compute_dtype
+    return replace(
+        hardware,
+        compute_dtype=compute_dtype,
+        gemm=gemm,
+        gpu_mem_bytes=gpu_mem_bytes,
+        packed_row_len=hardware.packed_row_len if same else None,
+    )
 
 
 def placed_run(

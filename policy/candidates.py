@@ -89,6 +89,7 @@ class Candidates:
             weights_slots=shape.weights_slots,
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
+            packed_row_len=self.hardware.packed_row_len,
         )
         if self.max_tokens <= limits.max_tokens:
             return limits

@@ -17,6 +17,8 @@ UNIT_ALIGN_BYTES = 4096
 TENSOR_ALIGN_BYTES = 64
 
 PLAIN_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
+MIXED_FORMAT = "mixed"
+"""Name of the weight format of a checkpoint that stores its linear tensors in several."""
 """Element bytes of the plain formats, which are also the compute dtypes."""
 
 UnitKind = Literal["embed", "attention", "mlp", "layer", "final", "head"]

@@ -148,7 +148,8 @@ class Hardware:
         given), "transfer" per copy, "disk" per read or write operation, "cpu_attention" per launch, "pass" per
         pass, "row" per sampled token.
     sharing: see the module's text. cpu_gemm_flops_per_s: large-batch GEMM rate of the CPU, for the
-        comparison with CPU-only inference (0 = unknown). price_per_hour: in any currency, 0 = unknown.
+        comparison with CPU-only inference (0 = unknown). packed_row_len: as in `policy.workload.Limits`.
+    price_per_hour: in any currency, 0 = unknown.
     """
 
     name: str
@@ -174,6 +175,7 @@ class Hardware:
     sharing: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_cache_unpack_elements_per_s: Mapping[str, float] = field(default_factory=dict)
     cpu_gemm_flops_per_s: float = 0.0
+    packed_row_len: int | None = None
     price_per_hour: float = 0.0
     notes: str = ""
 
@@ -192,6 +194,8 @@ class Hardware:
                 _positive(f.name, getattr(self, f.name))
         for name in ("gpu_mem_bytes", "disk_mem_bytes", "cpu_gemm_flops_per_s", "price_per_hour"):
             _positive(name, getattr(self, name), zero=True)
+        if self.packed_row_len is not None:
+            _positive("packed_row_len", self.packed_row_len)
         if self.compute_dtype not in self.gemm:
             raise ValueError(f"gemm lacks the curve of the compute dtype {self.compute_dtype!r}")
         for name in ("unpack", "cache_unpack", "cache_pack", "cpu_cache_unpack"):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from policy.footprint import PLAIN_BYTES, ModelFootprint, UnitFootprint, align_up
+from policy.footprint import MIXED_FORMAT, PLAIN_BYTES, ModelFootprint, UnitFootprint, align_up
 from policy.schedule import Depths
 from policy.tiers import Placement, Policy, Tier, spread_homes
 from policy.workload import Limits
@@ -118,11 +118,18 @@ class BlockSizes:
 
 
 @lru_cache(maxsize=256)
-def _weight_sizes(footprint: ModelFootprint, fmt: str, compute_dtype: str) -> tuple[int, int, int, int, int]:
+def _weight_sizes(
+    footprint: ModelFootprint, fmt: str, compute_dtype: str, packed_row_len: int | None
+) -> tuple[int, int, int, int, int]:
     """(all streamable units, the largest of them, unpack scratch, pinned units, tables) in bytes."""
     streamable = [footprint.units[i] for i in footprint.streamable]
-    # The scratch holds one unit in compute dtype, unpacked once and used by all gpu batches.
-    elements = 0 if fmt == compute_dtype else max((u.n_elements for u in footprint.units), default=0)
+    # The scratch holds one unit in compute dtype, unpacked once and used by all gpu batches; but no rows that are
+    # multiplied packed. Of a checkpoint of several formats, some may be plain.
+    is_packed = fmt not in PLAIN_BYTES and fmt != MIXED_FORMAT
+    least = packed_row_len if is_packed and packed_row_len is not None else math.inf
+    elements = 0
+    if fmt != compute_dtype:
+        elements = max(sum(out * inp for out, inp in u.linear_shapes if inp < least) for u in footprint.units)
     return (
         sum(u.nbytes[fmt] for u in streamable),
         max((u.nbytes[fmt] for u in streamable), default=0),
@@ -239,7 +246,9 @@ def block_sizes(
 ) -> BlockSizes:
     """The sizes a block of this shape leads to, before anything is placed."""
     element = PLAIN_BYTES[compute_dtype]
-    weights = _weight_sizes(footprint, footprint.resolve_format(weight_format), compute_dtype)
+    weights = _weight_sizes(
+        footprint, footprint.resolve_format(weight_format), compute_dtype, limits.packed_row_len
+    )
     cache_name = resolve_cache_format(cache_format, compute_dtype)
     page, page_disk, pages, pages_disk, tail, tails = _cache_sizes(
         footprint, cache_name, compute_dtype, limits.page_tokens

@@ -185,6 +185,8 @@ class Limits:
     once. logit_rows: most rows of logits of one gpu batch in a pass (None: one per sequence).
     attention_staging_bytes: aimed size of the buffer that gathers K and V for attention (one sequence always
     fits); also that of explicit attention scores. weights_slots: units of streamed weights that are held at once.
+    packed_row_len: the device multiplies packed weights with rows of at least this length as they are, so that no
+    memory is set aside for unpacking them (None: all are unpacked where tokens are many).
     """
 
     max_tokens: int
@@ -195,11 +197,14 @@ class Limits:
     logit_rows: int | None = None
     attention_staging_bytes: int = DEFAULT_ATTENTION_STAGING_BYTES
     weights_slots: int = 2
+    packed_row_len: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "pass_tokens", "chunk_tokens", "attention_staging_bytes", "weights_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.packed_row_len is not None and self.packed_row_len < 1:
+            raise ValueError(f"packed_row_len must be at least 1, got {self.packed_row_len}")
         if self.logit_rows is not None and self.logit_rows < 1:
             raise ValueError(f"logit_rows must be at least 1, got {self.logit_rows}")
         if self.mean_pages is not None and self.mean_pages < 0:
@@ -222,6 +227,7 @@ def limits_for(
     max_pass_tokens: int = MAX_PASS_TOKENS,
     attention_staging_bytes: int = DEFAULT_ATTENTION_STAGING_BYTES,
     weights_slots: int = 2,
+    packed_row_len: int | None = None,
 ) -> Limits:
     """The limits of a block of this shape; the one rule for planner and runtime.
 
@@ -245,4 +251,5 @@ def limits_for(
         logit_rows=min(pass_tokens, chunk_tokens) if workload.scoring else gpu_batch_size,
         attention_staging_bytes=attention_staging_bytes,
         weights_slots=weights_slots,
+        packed_row_len=packed_row_len,
     )

@@ -54,6 +54,15 @@ def crossover_tokens(
     return _CROSSOVER_TOKENS_F32
 
 
+def packed_row_len(dtype: torch.dtype, device_type: str) -> int | None:
+    """Length from which on rows of packed weights are multiplied as they are, however many tokens there are.
+
+    None: they are unpacked for many tokens, whatever their length.
+    """
+    is_never_unpacked = device_type == "cpu" and dtype == torch.bfloat16 and has_amx()
+    return amx.SHORT_ROWS if is_never_unpacked else None
+
+
 def linear(
     x: Tensor,
     weight: Tensor | PackedTensor | StackedTensor,

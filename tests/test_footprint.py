@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.footprint import KvShape, UnitFootprint, decoder_footprint, packed_unit_nbytes
+from policy.footprint import KvShape, ModelFootprint, UnitFootprint, decoder_footprint, packed_unit_nbytes
 from policy.memory_plan import cpu_attention_flags, memory_plan, pages_by_tier, unit_homes
 from policy.passes import pass_series
 from policy.tiers import Placement, Policy, Tier
@@ -155,6 +155,32 @@ def test_unpack_scratch_only_where_storage_differs() -> None:
     packed, _ = plan_of(all_on(Tier.CPU, weight_format="int4-g64"))
     assert plain.items[Tier.GPU, "unpack_scratch"] == 0
     assert packed.items[Tier.GPU, "unpack_scratch"] >= max(u.n_elements for u in cases.model().units) * 2
+
+
+def test_rows_that_are_multiplied_packed_need_no_unpack_scratch() -> None:
+    """Shorter rows are still unpacked, and plain ones of another type copied."""
+
+    def scratch(footprint: ModelFootprint, row_len: int | None, weight_format: str) -> int:
+        limits = Limits(max_tokens=64, pass_tokens=64, packed_row_len=row_len)
+        policy = all_on(Tier.CPU, weight_format=weight_format)
+        plan = memory_plan(footprint, policy, limits, first_tier=Tier.CPU, compute_dtype="bf16")
+        return plan.items[Tier.CPU, "unpack_scratch"]
+
+    model = decoder_footprint(
+        name="m",
+        hidden_size=256,
+        n_layers=2,
+        n_heads=4,
+        ffn_size=1024,
+        vocab_size=128,
+        weight_formats=("int4-g64", "f16", "bf16", "int8-g64"),
+    )
+    whole = scratch(model, None, "int4-g64")
+    assert whole == 2 * 2 * 256 * 1024
+    assert scratch(model, 512, "int4-g64") == 2 * 3 * 256 * 256 + 2 * 256 * 256  # attention's rows are short
+    assert scratch(model, 256, "int4-g64") == scratch(model, 1, "int8-g64") == 0
+    assert scratch(model, 257, "int4-g64") == max(2 * 4 * 256 * 256, 2 * 256 * 1024)
+    assert scratch(model, 1, "f16") == whole and scratch(model, 1, "bf16") == 0
 
 
 def test_packed_pages_keep_plain_tails() -> None:

@@ -154,6 +154,20 @@ def test_memory_taken_is_homes_rings_scratch_and_tables(tmp_path: Path) -> None:
     store.close()
 
 
+def test_rows_that_are_never_unpacked_need_no_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.weights.packed_row_len", lambda *_: 1)
+    store, arenas = store_of(MemorySource(tiny_model(), "int4-g64", folder=tmp_path), Tier.DISK)
+    assert "unpack scratch" not in arenas[Tier.CPU].report()
+    assert isinstance(bring(store, 1, 0, 1000)["qkv"], PackedTensor)
+    store.close()
+    # Plain weights of another type are copied into the compute type, whatever their length.
+    store, arenas = store_of(MemorySource(tiny_model(), "f16", folder=tmp_path), Tier.DISK)
+    assert arenas[Tier.CPU].report()["unpack scratch"] > 0
+    store.close()
+
+
 def test_a_unit_that_lies_nowhere_on_disk_cannot_stay_there() -> None:
     with pytest.raises(ValueError, match=r"unit layers.0.attn cannot stay on disk.*pack the model first"):
         store_of(MemorySource(tiny_model()), Tier.DISK)

@@ -17,6 +17,7 @@ from flexrun.cli.exits import UsageError
 from flexrun.cli.flags import policy_options, wants_plan
 from flexrun.jobs.manifest import earlier_settings
 from flexrun.report import format_seconds, print_table
+from policy.footprint import MIXED_FORMAT
 
 if TYPE_CHECKING:
     from flexrun.chat import ChatTemplate
@@ -167,7 +168,7 @@ def open_texts(args: argparse.Namespace) -> Texts:
         chat_template=opened.load_chat_template(tokenizer),
         config=opened.config,
         max_positions=min(opened.model.max_positions, args.max_model_len or opened.model.max_positions),
-        native_format=stored.pop() if len(stored) == 1 else "mixed",
+        native_format=stored.pop() if len(stored) == 1 else MIXED_FORMAT,
     )
 
 
