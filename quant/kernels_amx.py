@@ -48,7 +48,7 @@ _ROWS_AHEAD = 8
 _MOST_LINES = 8  # fetched for each step: more than memory can deliver only get in the way
 _MOST_AHEAD = 1 << 19  # bytes of a panel of which the next one fits into the second-level cache besides
 SQUARE = 4 * TILE  # bytes of the sums of two tiles of rows and two of tokens
-_PARTS = (2, 2, 17, 17)  # that the sums of 16 tokens are written in, by mode: see `_write_part`
+_PARTS = (2, 2, 9, 9)  # that the sums of 16 tokens are written in, by mode: see `_write_part`
 _FIRST_PART = (
     4  # step of a square at which the one before it begins to be written: its last sums need that long
 )
@@ -327,10 +327,11 @@ def _write_part(
 ) -> None:
     """One of the parts, in order, that the sums of two tiles of rows and 16 tokens are written to y in.
 
-    Those are the two tiles; or 16 rows that gates are made of, then the tile of those.
+    Those are the two tiles; or 16 rows that gates are made of, two at a time, then the tile of those.
     """
-    if mode >= SILU and part < 16:
-        _gate(sums + 64 * part, part, bias, up_bias, row, n_rows, mode)
+    if mode >= SILU and part < 8:
+        for i in range(2 * part, 2 * part + 2):
+            _gate(sums + 64 * i, i, bias, up_bias, row, n_rows, mode)
         return
     if mode < SILU:
         sums += part * TILE
