@@ -276,14 +276,13 @@ def disk_read_rate(llm: LLM) -> float:
             (file, offset, min(step, file.size_bytes - offset))
             for offset in range(0, min(file.size_bytes, _CALIBRATION_BYTES), step)
         ]
-    # The ring's own memory: aligned, and nothing beyond the budget.
-    buffer = weights.ring_buffer()
-    if buffer is None:
-        buffer = torch.empty(8 << 20, dtype=torch.uint8)
-    pieces = [
-        (f, o + d, min(buffer.numel(), n - d)) for f, o, n in pieces for d in range(0, n, buffer.numel())
-    ]
-    return read_bytes_per_s(pieces, buffer)
+    # The ring's own memory, slot by slot as in the run: aligned, and nothing beyond the budget.
+    slots = weights.read_slots()
+    if slots is None:
+        slots = torch.empty(1, 8 << 20, dtype=torch.uint8)
+    step = slots.shape[1]
+    pieces = [(f, o + d, min(step, n - d)) for f, o, n in pieces for d in range(0, n, step)]
+    return read_bytes_per_s(pieces, slots)
 
 
 __all__ = ["BenchResult", "Phase", "disk_read_rate", "resource_seconds", "run_bench"]

@@ -120,18 +120,23 @@ def unpack_seconds(shape: tuple[int, int], fmt: WeightFormat, dtype: torch.dtype
 
 
 def read_bytes_per_s(
-    pieces: Sequence[tuple[DiskFile, int, int]], buffer: Tensor, *, repeats: int = 2
+    pieces: Sequence[tuple[DiskFile, int, int]], slots: Tensor, *, repeats: int = 2
 ) -> float:
-    """Sequential read rate over (file, offset, bytes) pieces, all read into `buffer` (uint8, page-aligned).
+    """Sequential read rate over (file, offset, bytes) pieces, read into the slots (n, bytes), page-aligned, in turn.
 
     The disk has as much to do at once as it can take: a run that waits between reads does not lower its own bound.
+    One slot alone would stay in the processor's cache, where data arrives up to 1.4 times as fast as in memory.
     A round before the others is not counted: a disk that is held to a rate may have saved up for it while idle.
     """
-    extents = [Extent(file, offset, min(n_bytes, buffer.numel()), 0) for file, offset, n_bytes in pieces]
+    n_slots, step = slots.shape
+    extents = [
+        Extent(file, offset, min(n_bytes, step), i % n_slots * step)
+        for i, (file, offset, n_bytes) in enumerate(pieces)
+    ]
     best = 0.0
     for counts in [False] + [True] * repeats:
         began = time.perf_counter()
-        moved = read_extents(extents, buffer)
+        moved = read_extents(extents, slots)
         if counts:
             best = max(best, moved / (time.perf_counter() - began))
     return best

@@ -23,7 +23,7 @@ from torch import Tensor
 from offload.device import Device
 from offload.disk import DiskFile, DiskPool, read_extents
 from offload.disk import Extent as FileExtent
-from offload.memory import Arena
+from offload.memory import Arena, aligned_bytes
 from offload.units import TensorSpec, Unit, Weights
 from policy.tiers import Tier
 from quant.formats import WeightFormat, parse_format
@@ -336,13 +336,13 @@ class WeightStore:
         streamed = [i for i, home in enumerate(self.homes) if home > first]
         slot_bytes = max((self.layouts[i].nbytes for i in streamed), default=0)
         n_ring = min(ring_slots, len(streamed))
-        self._ring = [arenas[first].take(slot_bytes, "weights ring") for _ in range(n_ring)]
+        self._ring = _slots(arenas[first], n_ring, slot_bytes, "weights ring")
         on_disk = [i for i in streamed if self.homes[i] is Tier.DISK]
-        self._staging: list[Tensor] = []
+        self._staging = torch.empty(0, 0, dtype=torch.uint8)
         if first is Tier.GPU and on_disk:
             largest = max(self.layouts[i].nbytes for i in on_disk)
             n_staging = min(staging_slots, len(on_disk))
-            self._staging = [arenas[Tier.CPU].take(largest, "weights staging") for _ in range(n_staging)]
+            self._staging = _slots(arenas[Tier.CPU], n_staging, largest, "weights staging")
         unpacked = [self._scratch_elements(i) for i in range(len(units))]
         scratch_bytes = max(scratch_bytes, max(unpacked, default=0) * compute_dtype.itemsize)
         self._scratch = (
@@ -370,10 +370,10 @@ class WeightStore:
         """Where the units at home on disk lie, one list per unit."""
         return list(self._extents.values())
 
-    def ring_buffer(self) -> Tensor | None:
-        """A buffer in cpu memory that disk reads go into: one slot of the staging or weights ring, if any."""
-        slots = self._staging or [slot for slot in self._ring if slot.device.type == "cpu"]
-        return slots[0] if slots else None
+    def read_slots(self) -> Tensor | None:
+        """(slots, bytes of each), uint8: the memory that disk reads go into, if there is any."""
+        slots = self._staging if len(self._staging) else self._ring
+        return slots if len(slots) and slots.device.type == "cpu" else None
 
     def close(self) -> None:
         """Close the files that units are read from."""
@@ -472,7 +472,7 @@ class WeightStore:
 
     def read(self, index: int, slot: int, piece: int, n_pieces: int) -> int:
         """Read an equal share of a unit from disk into its staging or ring slot; returns the bytes read."""
-        run = self._staging[slot] if self._staging else self._ring[slot]
+        run = self._staging[slot] if len(self._staging) else self._ring[slot]
         begin, end = self.piece(index, piece, n_pieces)
         wanted = _located(self._extents[index], begin, end - begin, begin)
         return read_extents(wanted, run)
@@ -535,6 +535,12 @@ class WeightStore:
     def forget(self) -> None:
         """A pass begins: what was unpacked before no longer counts."""
         self._ready = None
+
+
+def _slots(arena: Arena, n: int, nbytes: int, what: str) -> Tensor:
+    """n slots that hold nbytes each: (n, aligned bytes) uint8, one piece of memory."""
+    step = aligned_bytes(nbytes)
+    return arena.take(n * step, what).view(n, step)
 
 
 def _unpacked(
