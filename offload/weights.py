@@ -336,13 +336,15 @@ class WeightStore:
         streamed = [i for i, home in enumerate(self.homes) if home > first]
         slot_bytes = max((self.layouts[i].nbytes for i in streamed), default=0)
         n_ring = min(ring_slots, len(streamed))
-        self._ring = _slots(arenas[first], n_ring, slot_bytes, "weights ring")
+        ring = _slots(arenas[first], n_ring, slot_bytes, "weights ring")
         on_disk = [i for i in streamed if self.homes[i] is Tier.DISK]
-        self._staging = torch.empty(0, 0, dtype=torch.uint8)
+        staging = torch.empty(0, 0, dtype=torch.uint8)
         if first is Tier.GPU and on_disk:
             largest = max(self.layouts[i].nbytes for i in on_disk)
             n_staging = min(staging_slots, len(on_disk))
-            self._staging = _slots(arenas[Tier.CPU], n_staging, largest, "weights staging")
+            staging = _slots(arenas[Tier.CPU], n_staging, largest, "weights staging")
+        self._ring, self._staging = list(ring), list(staging)
+        self._read_slots = staging if self._staging else ring
         unpacked = [self._scratch_elements(i) for i in range(len(units))]
         scratch_bytes = max(scratch_bytes, max(unpacked, default=0) * compute_dtype.itemsize)
         self._scratch = (
@@ -372,7 +374,7 @@ class WeightStore:
 
     def read_slots(self) -> Tensor | None:
         """(slots, bytes of each), uint8: the memory that disk reads go into, if there is any."""
-        slots = self._staging if len(self._staging) else self._ring
+        slots = self._read_slots
         return slots if len(slots) and slots.device.type == "cpu" else None
 
     def close(self) -> None:
@@ -472,7 +474,7 @@ class WeightStore:
 
     def read(self, index: int, slot: int, piece: int, n_pieces: int) -> int:
         """Read an equal share of a unit from disk into its staging or ring slot; returns the bytes read."""
-        run = self._staging[slot] if len(self._staging) else self._ring[slot]
+        run = self._staging[slot] if self._staging else self._ring[slot]
         begin, end = self.piece(index, piece, n_pieces)
         wanted = _located(self._extents[index], begin, end - begin, begin)
         return read_extents(wanted, run)
